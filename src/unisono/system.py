@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from unisono.errors import UnsupportedError
+from unisono.errors import TuningError, UnsupportedError
 from unisono.sharing import computed_once
 
 try:
@@ -27,6 +27,8 @@ try:
 except ImportError:
     fcntl = None  # type: ignore[assignment]
 
+# Names the tuning file.
+TUNING = "UNISONO_TUNING"
 _GET_ADDRESS = 0x8915
 _NAME_BYTES = 15
 
@@ -185,3 +187,31 @@ def check_connections() -> None:
             f"Several workers need `poll`, which {platform.system()} lacks. Use MirroredStrategy, "
             "which trains in one process, or run the workers on Linux or macOS."
         )
+
+
+def tuning_path() -> Path:
+    """Returns the path of the file: UNISONO_TUNING, or a file in the user's cache."""
+    named = os.environ.get(TUNING)
+    if named and named != "off":
+        return Path(named)
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise TuningError(
+            f"There is no home folder for the tuning file: {error} Set {TUNING} to a path, or set "
+            f"{TUNING}=off."
+        ) from error
+    return Path(cache) / "unisono" / "tuning.json"
+
+
+def is_tuned() -> bool:
+    """Whether a tuning file is to be read."""
+    named = os.environ.get(TUNING)
+    if named:
+        return named != "off"
+    try:
+        # Unlike `Path.exists`, also False if a parent folder cannot be read.
+        return os.path.exists(tuning_path())
+    except TuningError:
+        # The caller reads it, and gets this error.
+        return True

@@ -25,7 +25,7 @@ from unisono.cluster.elastic import ElasticMembers, Met, share_state
 from unisono.devices import cpu_slots
 from unisono.errors import CommunicationError, WorkerLostError
 from unisono.reductions import dealt
-from unisono.strategies.joining import join_elastic
+from unisono.workers.joining import join_elastic
 
 REPLICAS = 6
 

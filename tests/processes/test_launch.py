@@ -83,7 +83,7 @@ from unisono.devices import cpu_slots
 from unisono.errors import CommunicationError
 from unisono.experimental import CommunicationOptions
 from unisono.options import ReduceOp
-from unisono.strategies.joining import join_elastic
+from unisono.workers.joining import join_elastic
 
 options = CommunicationOptions(timeout_seconds=60)
 members, _ = join_elastic(Membership.of(detect()), cpu_slots(1), options, 4)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from unisono.arguments import check_callable, check_timeout, in_words
 from unisono.communicators import STORE_ERRORS, JobStore, TracedCommunicator
 from unisono.errors import ContextError, UnsupportedError, WorkerTimeoutError
-from unisono.strategies.elastic_leaving import PREEMPTED, READY, READY_ALONE, UNDISTURBED
+from unisono.workers.elastic.leaving import PREEMPTED, READY, READY_ALONE, UNDISTURBED
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.workers.elastic import ElasticJob
 
 # How long a worker of an elastic job goes on, since others may be preempted at the same time.
 _PATIENCE_SECONDS = 1.0

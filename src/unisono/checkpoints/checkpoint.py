@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from unisono.arguments import in_words
-from unisono.communicators import IdentityCommunicator
+from unisono.communicators.wire import read, write
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.source.random_state import random_state, set_random_state
 from unisono.reductions import Workers
-from unisono.reductions.wire import read, write
-from unisono.strategies.joining import elastic_job, newest_workers
-from unisono.strategies.worker import newest_hook
 from unisono.values import flatten, map_leaves
 from unisono.variables import Variable
+from unisono.workers.connected import ConnectedWorkers
+from unisono.workers.hooking import newest_hook
+from unisono.workers.joining import elastic_job, newest_workers
 
 T = TypeVar("T")
 
@@ -182,7 +182,7 @@ def save_together(prepare: Callable[[Workers], Callable[[], None]], what: str) -
 
     def attempt(workers: Workers) -> list[str]:
         save = prepare(workers)
-        if workers.communicator.rank == 0 and not failures:
+        if workers.rank == 0 and not failures:
             try:
                 save()
             except Exception as error:
@@ -203,7 +203,7 @@ def these_workers() -> Workers:
     if (job := elastic_job()) is not None:
         return job.workers
     found = newest_workers()
-    return Workers(IdentityCommunicator() if found is None else found[0])
+    return Workers() if found is None else ConnectedWorkers(found[0])
 
 
 def _random_state() -> dict[str, Any]:
@@ -221,14 +221,14 @@ def _of_all(workers: Workers) -> list[dict[str, Any]]:
 
 
 def _own(states: Sequence[dict[str, Any]], workers: Workers) -> dict[str, Any]:
-    size = workers.communicator.size
+    size = workers.size
     if len(states) not in (1, size):
         raise UnsupportedError(
             f"The checkpoint is of {len(states)} workers with different random generators, but now "
             f"there are {size}. Resume with {len(states)} workers, or call `torch.manual_seed` "
             "with the same number on all workers before you save."
         )
-    return states[0] if len(states) == 1 else states[workers.communicator.rank]
+    return states[0] if len(states) == 1 else states[workers.rank]
 
 
 def _hooks_of_all(workers: Workers) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from unisono.checkpoints.checkpoint import (
 )
 from unisono.errors import UnsupportedError
 from unisono.reductions import Workers
-from unisono.strategies.joining import elastic_job
+from unisono.workers.joining import elastic_job
 
 _log = logging.getLogger("unisono")
 

@@ -17,7 +17,7 @@ from unisono.checkpoints.manager import CheckpointManager
 from unisono.cluster import ClusterResolver, Membership
 from unisono.communicators import JobStore, TracedCommunicator
 from unisono.errors import ClusterError, UnsupportedError
-from unisono.strategies.joining import elastic_job, newest_workers
+from unisono.workers.joining import elastic_job, newest_workers
 
 T = TypeVar("T")
 _log = logging.getLogger("unisono")

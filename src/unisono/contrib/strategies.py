@@ -13,7 +13,8 @@ from unisono.input import DistributedIterator
 from unisono.options import CommunicationImplementation, CommunicationOptions
 from unisono.reductions import CrossDeviceOps
 from unisono.strategies import MirroredStrategy as CoreMirroredStrategy
-from unisono.strategies import MultiWorkerMirroredStrategy, Strategy
+from unisono.strategies import Strategy
+from unisono.workers import MultiWorkerMirroredStrategy
 
 
 class MirroredStrategy(CoreMirroredStrategy):

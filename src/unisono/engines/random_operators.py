@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS as SKIPPED
+from torch._ops import _higher_order_ops as HIGHER_ORDER
 
 from unisono.engines.generators import default_generator, exact, identity, install, of_this_thread
 from unisono.torch_private import (
@@ -108,6 +110,10 @@ def _install() -> None:
     install()
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _NAME)
+    # Operators that call functions, such as `torch.cond`, are not in that dispatcher.
+    SKIPPED.append(_KEY)
+    for higher_order in HIGHER_ORDER.values():
+        higher_order.fallthrough(_KEY)
     drawn = torch.library.Library("aten", "IMPL", _NAME)
     for name in DRAWING:
         for operator in overloads(name):

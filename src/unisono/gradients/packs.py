@@ -6,6 +6,7 @@ Packs are parameters whose gradients are reduced together.
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.gradients.accumulation import Weighting
 from unisono.options import CommunicationOptions, ReduceOp
+from unisono.packing import Line, best_bytes_per_pack, group_by_bytes
 from unisono.reductions import CrossDeviceOps, Workers
 from unisono.values import PerReplica, components_of
 from unisono.variables import Leaves, Mirrors
@@ -27,6 +29,34 @@ Present = tuple[Leaves, list[Tensor]]
 
 _STRIDED = frozenset([torch.strided])
 _layout_of = operator.attrgetter("layout")
+
+
+class Exchange(ABC):
+    """What reduces gradients on their way to other workers, or through a communication hook.
+
+    Attributes:
+        reduction: How gradients become one that no pack has.
+        is_hooked: Whether code of the program reduces packs.
+    """
+
+    reduction: Reduction
+    is_hooked: bool
+
+    @abstractmethod
+    def packs(self, trained: Sequence[Leaves]) -> tuple[list[Pack], list[Pack]]:
+        """Returns packs of parameters, and those for single parameters with sparse gradients."""
+
+    @abstractmethod
+    def combine(self, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Lets a reduction that wants all gradients at once combine those of this worker."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Ends what is under way, because of Ctrl-C."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +168,27 @@ class SparsePack(Pack):
         for leaf, part in zip(self.members[0].leaves, parts, strict=True):
             leaf.grad = part
         return self.members
+
+
+def grouped(owners: Sequence[Leaves], limit: int) -> list[list[Leaves]]:
+    """Groups neighboring parameters, up to `limit` bytes per group."""
+    sizes = [one.primary.nbytes for one in owners]
+    return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
+
+
+def local_packs(
+    trained: Sequence[Leaves], reduction: Reduction, cost: Line | None = None
+) -> list[Pack]:
+    """Returns the packs of a worker that is alone, where a reduction has that `cost`."""
+    limit = 0
+    if not reduction.ops.wants_all_gradients:
+        limit = reduction.options.bytes_per_pack or best_limit(trained, cost)
+    return [Pack(group, reduction) for group in grouped(trained, limit)]
+
+
+def best_limit(trained: Sequence[Leaves], cost: Line | None) -> int:
+    """Returns the best size of packs of some parameters, in bytes."""
+    return best_bytes_per_pack(cost, sum(one.primary.nbytes for one in trained))
 
 
 def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.devices import Trail
 from unisono.errors import ContextError, UnsupportedError
-from unisono.reductions import AcrossWorkers
 from unisono.sharing import computed_once, in_place_of
 from unisono.torch_private import bindings
 from unisono.variables import check_backward
@@ -156,8 +155,8 @@ def _refuse_primary(context: ReplicaContext, variable: Tensor | None) -> None:
 class Sender:
     """Exchanges packs one after another."""
 
-    def __init__(self, across: AcrossWorkers | None) -> None:
-        self._across = across
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
         self._threads: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -197,8 +196,7 @@ class Sender:
             wait(sent)
         except KeyboardInterrupt:
             # Or the thread that sends would wait on, and the process could not end without it.
-            if self._across is not None:
-                self._across.communicator.close()
+            self._interrupt()
             raise
 
     def finish(self, sent: list[Future[None]]) -> None:

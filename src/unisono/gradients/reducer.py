@@ -28,23 +28,20 @@ import torch
 from torch import Tensor, nn
 
 from unisono.contexts import ReplicaContext, current_replica
-from unisono.costs import Line
-from unisono.devices import Device, lend
+from unisono.devices import lend
 from unisono.gradients import accumulation
 from unisono.gradients.packs import (
+    Exchange,
     Pack,
     Reduction,
     SparsePack,
     gradients_of,
+    local_packs,
     reduce_own,
     refuse_sparse,
 )
 from unisono.gradients.passes import OwnPass, Pass, Sender, watch_backward_passes
-from unisono.gradients.replica_hooks import ReplicaHooks
-from unisono.gradients.worker_packs import packs_of
-from unisono.hooks.hook import CommHook
-from unisono.options import CommunicationOptions, ReduceOp
-from unisono.reductions import AcrossWorkers, CrossDeviceOps
+from unisono.packing import Line
 from unisono.torch_private import no_torch_function
 from unisono.tracing import span
 from unisono.variables import Leaves, Mark, Mirrors
@@ -52,25 +49,28 @@ from unisono.variables.leaves import needs_grad, show_gradients, with_own_gradie
 
 
 class GradientReducer:
-    """Reduces the gradients of the leaves of one strategy, over the replicas of all workers."""
+    """Reduces the gradients of the leaves of one strategy, over the replicas of all workers.
+
+    Args:
+        reduction: How the gradients of the replicas of this worker become one.
+        cost: What that costs, if it is known.
+        exchange: Reduces them with those of other workers, or through a hook, instead.
+    """
 
     def __init__(
         self,
         mirrors: Mirrors,
-        devices: tuple[Device, ...],
-        cross_device_ops: CrossDeviceOps,
-        reduce_op: ReduceOp,
-        options: CommunicationOptions,
+        reduction: Reduction,
         cost: Line | None = None,
-        hook: CommHook | ReplicaHooks | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._mirrors = mirrors
-        self._devices = devices
-        self._across = cross_device_ops if isinstance(cross_device_ops, AcrossWorkers) else None
+        self._devices = reduction.devices
+        self._cost = cost
+        self._exchange = exchange
         # Whether gradients go to other workers, or through a hook.
-        self.has_workers = self._across is not None
-        self._reduction = Reduction(cross_device_ops, reduce_op, options, devices)
-        self._cost, self._hook = cost, hook
+        self.has_workers = exchange is not None
+        self._reduction = reduction if exchange is None else exchange.reduction
         self._generation = -1
         self._packs: list[Pack] = []
         self._num_early = 0  # Packs that are reduced before the pass ends.
@@ -90,8 +90,8 @@ class GradientReducer:
         # The parameters whose hooks are to be called when their gradient is there.
         self._hooked: list[Leaves] = []
         self._removals: list[Callable[[], None]] = []
-        self.weighting = accumulation.Weighting(reduce_op)
-        self._aside = accumulation.Aside(reduce_op, is_copied=self._across is not None)
+        self.weighting = accumulation.Weighting(reduction.op)
+        self._aside = accumulation.Aside(reduction.op, is_copied=exchange is not None)
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False
         # Whether gradients of passes in `no_sync` wait for the next pass that reduces.
@@ -100,7 +100,7 @@ class GradientReducer:
         self._has_left = False
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
-        self._sender = Sender(self._across)
+        self._sender = Sender(exchange.interrupt if exchange is not None else lambda: None)
         watch_backward_passes()
         rest = weakref.WeakMethod(self.reduce_rest)
         mirrors.reduce_rest = lambda owners: None if (reduce := rest()) is None else reduce(owners)
@@ -124,8 +124,8 @@ class GradientReducer:
     def close(self) -> None:
         self._sender.close()
         self._passes.clear()
-        if isinstance(self._hook, ReplicaHooks):
-            self._hook.close()
+        if self._exchange is not None:
+            self._exchange.close()
 
     def retire(self) -> None:
         """Ends, and takes the hooks away: other replicas come, with another reducer."""
@@ -162,8 +162,11 @@ class GradientReducer:
             is_trained = one.primary.requires_grad or one in self._unfrozen
             (trained if is_trained else self._frozen).append(one)
         self._has_unfrozen = False
-        given = self._mirrors, self._reduction, self._cost, self._hook
-        self._packs, sparse = packs_of(trained, *given)
+        sparse: list[Pack] = []
+        if self._exchange is None:
+            self._packs = local_packs(trained, self._reduction, self._cost)
+        else:
+            self._packs, sparse = self._exchange.packs(trained)
         ends = itertools.accumulate((len(pack.members) for pack in self._packs), initial=0)
         self._numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
         self._hooked_at = [numbers[-1] for numbers in self._numbers]
@@ -238,10 +241,10 @@ class GradientReducer:
     def _leave(self, context: ReplicaContext, own: OwnPass) -> None:
         """A pass of a replica has failed, and its step may go on. No pack is reduced any more."""
         context.notes.num_passes += 1
-        self._has_left = self._across is not None and self._num_early > 0
+        self._has_left = self._exchange is not None and self._num_early > 0
         with own.of_all.reducing:
             own.of_all.has_failed = True
-        full = () if self._across is not None else own.of_all.full
+        full = () if self._exchange is not None else own.of_all.full
         reduced = {number for pack in full for number in self._numbers[pack]}
         for number in reduced:
             self._owners[number].reduced[context.local_id] = Mark.of(own.leaves[number].grad)
@@ -272,7 +275,7 @@ class GradientReducer:
 
     def _pack_is_full(self, current: Pass, number: int) -> None:
         """The last gradient of a pack has come: reduces it, or sends the next packs in order."""
-        if self._across is None:
+        if self._exchange is None:
             with current.reducing:
                 if not current.has_failed:
                     self._fill(number, self._packs[number].everything)
@@ -282,7 +285,7 @@ class GradientReducer:
             current.full.add(number)
             while (following := len(current.sent)) in current.full:
                 self._fill(following, self._packs[following].everything)
-                exchange = functools.partial(self._exchange, following)
+                exchange = functools.partial(self._send, following)
                 self._sender.send_early(exchange, current, self._packs[following].captured_on())
 
     def _finish(self, context: ReplicaContext, own: OwnPass) -> None:
@@ -340,17 +343,18 @@ class GradientReducer:
             with span("reduce", "packs under way", packs=num_sent):
                 self._sender.finish(current.sent)
         combined = self._combine_all(arrived)
-        done = range(num_sent) if self._across is not None else current.full
+        done = range(num_sent) if self._exchange is not None else current.full
         for number in range(len(self._packs)):
             if number not in done:
                 self._fill(number, arrived, combined)
-                if self._hook is not None and not isinstance(self._packs[number], SparsePack):
+                is_dense = not isinstance(self._packs[number], SparsePack)
+                if self._exchange is not None and self._exchange.is_hooked and is_dense:
                     # A hook sees no replica: its random numbers, say, are those of the program.
                     sent: list[Any] = []
-                    self._sender.send(functools.partial(self._exchange, number), sent)
+                    self._sender.send(functools.partial(self._send, number), sent)
                     self._sender.finish(sent)
-                elif self._across is not None:
-                    self._exchange(number)
+                elif self._exchange is not None:
+                    self._send(number)
         with span("copy", "give packs"):
             given = [one for pack in self._packs for one in pack.give()]
         self._aside.bring_back(self._owners)
@@ -360,28 +364,24 @@ class GradientReducer:
         self, number: int, arrived: Collection[Leaves], combined: dict[Leaves, Tensor] | None = None
     ) -> None:
         pack = self._packs[number]
-        kind, name = ("reduce", "pack") if self._across is None else ("copy", "fill pack")
+        kind, name = ("reduce", "pack") if self._exchange is None else ("copy", "fill pack")
         with span(kind, name, (one.primary for one in pack.members), pack=number):
             self._aside.put(pack.members)
             pack.fill(arrived, combined)
 
-    def _exchange(self, number: int) -> None:
+    def _send(self, number: int) -> None:
         with span("reduce", "exchange pack", pack=number):
             self._packs[number].exchange()
 
     def _combine_all(self, arrived: Collection[Leaves]) -> dict[Leaves, Tensor] | None:
         """Lets a reduction that wants all gradients at once combine those of this worker."""
-        if self._across is None or not self._across.wants_all_gradients:
+        if self._exchange is None or not self._reduction.ops.wants_all_gradients:
             return None
         dense = [pack for pack in self._packs if not isinstance(pack, SparsePack)]
         members = [one for pack in dense for one in pack.members]
         self._aside.put(members)
         new = [one for one in members if one in arrived]
-        # A hook is given the mean of its worker.
-        op = self._reduction.op if self._hook is None else ReduceOp.SUM
-        totals = self._across.combine_gradients(op, [gradients_of(one.leaves) for one in new])
-        if self._hook is not None:
-            totals = [total / len(self._devices) for total in totals]
+        totals = self._exchange.combine([gradients_of(one.leaves) for one in new])
         return dict(zip(new, totals, strict=True))
 
     def reduce_rest(self, owners: Iterable[Leaves]) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from unisono.communicators.wire import attributes_of
 from unisono.errors import UnsupportedError
-from unisono.reductions.wire import attributes_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _SEQUENCES = (list, tuple, set, frozenset, deque)

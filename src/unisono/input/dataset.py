@@ -31,7 +31,7 @@ from unisono.reductions import Workers
 from unisono.values import as_tensor, take_apart
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.workers.elastic import ElasticJob
 
 DatasetFn: TypeAlias = Callable[[InputContext], Any]
 

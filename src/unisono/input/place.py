@@ -15,7 +15,7 @@ from unisono.input.split.splitter import SplitBatch, copied
 from unisono.values import map_leaves, tensors_of
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.workers.elastic import ElasticJob
 
 
 class Placement:

@@ -12,9 +12,12 @@ from unisono.packing.packs import (
     by_dtype,
     group_by_bytes,
 )
+from unisono.packing.sizes import BYTES_PER_PACK, Line, best_bytes_per_pack
 
 __all__ = [
+    "BYTES_PER_PACK",
     "BytesPerPack",
+    "Line",
     "NoPacking",
     "NumPacks",
     "PackLayout",
@@ -22,6 +25,7 @@ __all__ = [
     "Segment",
     "SmallGroups",
     "Spec",
+    "best_bytes_per_pack",
     "by_dtype",
     "group_by_bytes",
 ]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from unisono.algorithms import Plan, Schedule, make_plan, one_device, run
 from unisono.arguments import check_callable, check_instance
-from unisono.costs import Line, Link, schedule_line
 from unisono.devices import Device, DeviceLike, Machine, resolve, this_machine
 from unisono.errors import UnsupportedError
 from unisono.kernels import check_replicas, divide, reduce_fused, reduce_into
 from unisono.options import CommunicationOptions, ReduceOp
+from unisono.packing import Line
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pairs, Result, mirrored
 from unisono.reductions.destinations import Destinations
 from unisono.values import DistributedValues, as_tensor, concatenate, is_sparse
@@ -30,6 +30,14 @@ class Ends(NamedTuple):
 
     sources: tuple[Device, ...]
     destinations: tuple[Device, ...]
+
+
+@runtime_checkable
+class Prices(Protocol):
+    """What copies and sums on this host were measured to cost, as `unisono.costs.Tuning` has it."""
+
+    def line(self, schedule: Schedule, memories: Sequence[Hashable]) -> Line:
+        """Returns the cost of a schedule between devices of one process that have memories."""
 
 
 class Route(NamedTuple):
@@ -121,11 +129,11 @@ class ScheduledOps(CrossDeviceOps):
         others = dict.fromkeys((self.root(ends), *ends.destinations))
         return ends.sources + tuple(d for d in others if d not in ends.sources)
 
-    def cost(self, ends: Ends, link: Link, memory: Link) -> Line:
-        """Returns the cost of the schedule, with copies over `link` and sums in `memory`."""
+    def cost(self, ends: Ends, prices: Prices) -> Line:
+        """Returns the cost of the schedule."""
         places = self._places(ends)
         memories = [this_machine().memory(place) for place in places]
-        return schedule_line(self.schedule(ends, places, 0), memories, link, memory)
+        return prices.line(self.schedule(ends, places, 0), memories)
 
     def _reduce_group(
         self,

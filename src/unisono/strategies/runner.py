@@ -52,6 +52,20 @@ class Step(NamedTuple):
         return functools.partial(self.fn, *own, **own_kwargs)
 
 
+class Capturable:
+    """A step that can be captured, and replayed without Python: `unisono.function` makes one.
+
+    Attributes:
+        fn: The step itself.
+    """
+
+    fn: Callable[..., Any]
+
+    def captures(self, replicas: Any, runner: Runner) -> Any:
+        """Returns what runs all such steps of a strategy."""
+        raise NotImplementedError
+
+
 class Runner:
     """One thread per replica, or the caller's own where there is one replica."""
 
@@ -65,14 +79,13 @@ class Runner:
     ) -> None:
         self._devices = devices
         self._num_intraop = num_intraop
-        rank = workers.communicator.rank
-        where = f" of worker {rank}" if workers.are_many else ""
+        where = f" of worker {workers.rank}" if workers.are_many else ""
         numbers = workers.layout(len(devices)).own
         self._names = [f"replica {number}{where}" for number in numbers]
         self._for_all = ReplicaGenerators(-1)
         self.generators = [ReplicaGenerators(number, self._for_all) for number in numbers]
-        self._places = [this_machine().torch_device(device) for device in devices]
-        self._gpus = list(dict.fromkeys(place for place in self._places if place.type == "cuda"))
+        self.places = [this_machine().torch_device(device) for device in devices]
+        self._gpus = list(dict.fromkeys(place for place in self.places if place.type == "cuda"))
         self._is_serial = is_serial
         self._all_at_once = Turns(len(devices))
         self.threads = ReplicaThreads(len(devices), num_intraop)
@@ -141,13 +154,13 @@ class Runner:
             self._meeting = self._new_meeting(replicas, None, is_serial=False)
         context = ReplicaContext(replicas, 0, self._meeting)
         own, own_kwargs = select_replica(0, args), select_replica(0, kwargs) if kwargs else kwargs
-        with span("replica", "replica", replica=0), entered(context), _on_device(self._places[0]):
+        with span("replica", "replica", replica=0), entered(context), _on_device(self.places[0]):
             return fn(*own, **own_kwargs)
 
     def _run_on(
         self, contexts: list[ReplicaContext], meeting: ReplicaMeeting, step: Step
     ) -> Sequence[Any]:
-        places = self._places
+        places = self.places
         if contexts[0].replicas.mirrors.is_single:
             with (
                 span("replica", "replica", replica=0),
@@ -210,7 +223,7 @@ class Runner:
             with (
                 span("replica", "replica", replica=0),
                 entered(context),
-                _on_device(self._places[0]),
+                _on_device(self.places[0]),
                 # Backward hooks must find the replica, so they run on its thread.
                 set_multithreading_enabled(False),
                 _intraop_threads(self._num_intraop),

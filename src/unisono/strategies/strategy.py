@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
 
 from unisono.arguments import check_call, check_instance, check_int, check_optional, in_words
 from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
 from unisono.errors import ContextError, UnsupportedError
-from unisono.hooks import WorkersGroup
-from unisono.hooks.hook import HookFunction
 from unisono.options import ReduceOp, VariableAggregation
-from unisono.strategies.combining import concatenate, read_axes, reduce_leaf
-from unisono.strategies.config import RunOptions
+from unisono.strategies.combining import read_axes, reduce_leaf
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
 from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
@@ -27,8 +23,25 @@ from unisono.variables import bring_in, creating
 
 if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver
+    from unisono.hooks import WorkersGroup
+    from unisono.hooks.hook import HookFunction
 
 T = TypeVar("T")
+
+
+class RunOptions(NamedTuple):
+    """Options of a run on TPUs. CPUs and GPUs ignore them, as in TensorFlow.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: Whether shapes of the input may differ from run to
+            run, which they always may here.
+        experimental_bucketizing_dynamic_shape: Whether TPUs pad such shapes.
+        experimental_xla_options: Options of TPUs' compiler.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: object = None
 
 
 class Strategy(InputMethods):
@@ -73,7 +86,7 @@ class Strategy(InputMethods):
 
         A strategy of one worker has no other to lose.
         """
-        self._extended.workers.communicator.check_health()
+        self._extended.workers.check_health()
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -171,10 +184,7 @@ class Strategy(InputMethods):
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         check_int("axis", axis)
-        if self._extended.elastic is not None:
-            gather = functools.partial(concatenate, self._extended)
-            return self._extended.elastic.gather(value, axis, gather)
-        return concatenate(self._extended, value, axis)
+        return self._extended._gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the components of `value` of this worker, always as a tuple.

@@ -200,8 +200,9 @@ class Attributes:
             self.tensors[id(value)] = value, self._looked_at
         elif isinstance(value, tuple):
             cls: Any = type(value)
-            own_parts: list[Any] = self._own(value)
-            if not all(are_same(parts, value) for parts in own_parts):
+            content = _content(value)
+            own_parts: list[Any] = self._own(content)
+            if not all(are_same(parts, content) for parts in own_parts):
                 make = getattr(cls, "_make", None)
                 seen = own_parts if cls is tuple else make and list(map(make, own_parts))
         elif isinstance(value, _KINDS):
@@ -211,7 +212,7 @@ class Attributes:
     def _is_changed(self, value: Any) -> bool:
         """Whether `value` is or holds a container that has changed, in this round."""
         if isinstance(value, tuple):
-            return any(map(self._is_changed, value))
+            return any(map(self._is_changed, _content(value)))
         return id(value) in self._changed
 
     def _copies(self, value: Any) -> list[Any] | None:
@@ -255,12 +256,17 @@ def _is_given(first: Any, own: Any, replica: int, copied: dict[int, _Copied]) ->
             return len(own) == len(firsts) and own.issuperset(plain)
         parts = parts_of(own)
     elif isinstance(first, tuple) and isinstance(own, tuple):
-        firsts, parts = list(first), list(own)
+        firsts, parts = _content(first), _content(own)
     else:
         return own is first
     return len(firsts) == len(parts) and all(
         _is_given(one, part, replica, copied) for one, part in zip(firsts, parts, strict=True)
     )
+
+
+def _content(value: tuple[Any, ...]) -> list[Any]:
+    # A class may have forbidden `len`, which `list` asks.
+    return list(tuple.__iter__(value))
 
 
 def _slots(module: nn.Module) -> dict[str, Any]:

@@ -66,6 +66,9 @@ class Buffers:
         self._addresses: list[int] = []
         self._shapes: list[torch.Size] = []
         self._given: list[list[Tensor | None]] = [[] for _ in places]
+        # The memory of these, which `buffer.data = tensor` exchanges.
+        self._homes: list[list[Tensor]] = [[] for _ in places]
+        self._home_addresses: list[list[int]] = [[] for _ in places]
         # Of these, the small ones, and how often each had been written to.
         self._small: list[list[Tensor]] = [[] for _ in places]
         self._versions: list[list[int]] = []
@@ -118,7 +121,10 @@ class Buffers:
             replaced: list[tuple[Tensor, Tensor]] = []
             others: set[tuple[int, str]] = set()
             for i, held in enumerate(self._held):
-                shapes = [one.shape for one in _tensors(self._given[i])]
+                given = _tensors(self._given[i])
+                if list(map(Tensor.data_ptr, given)) != self._home_addresses[i]:
+                    replaced += _taken_home(given, self._homes[i])
+                shapes = [one.shape for one in given]
                 if not held.are_same() or shapes != self._shapes:
                     others.update(self._take_replaced(i, replaced))
             taken = {id(given) for given, _ in replaced}
@@ -283,6 +289,8 @@ class Buffers:
                 clone.clear()
                 clone.update((name, next(given)) for name in primary)
             self._held[i].note(clones)
+            self._homes[i] = [part.data for part in _tensors(self._given[i])]
+            self._home_addresses[i] = list(map(Tensor.data_ptr, self._homes[i]))
 
     def _part(self, primary: Tensor, replica_id: int) -> Tensor:
         loose = self._loose.get(id(primary))
@@ -346,6 +354,15 @@ class Buffers:
     def _name_of(self, buffer: Tensor) -> str:
         named = (item for own in self._primaries for item in own.items())
         return next((name for name, tensor in named if tensor is buffer), "a buffer")
+
+
+def _taken_home(given: list[Tensor], homes: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Gives buffers their own memory again, and yields those that had another one, with it."""
+    for one, home in zip(given, homes, strict=True):
+        if one.data_ptr() != home.data_ptr() and statistics.is_like(one, home):
+            found = one.data
+            one.data = home
+            yield one, found
 
 
 def _tensors(buffers: Iterable[Tensor | None]) -> list[Tensor]:

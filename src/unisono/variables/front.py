@@ -134,6 +134,19 @@ class Fronts:
         found = (target() for target, _ in added)
         return [target for target in found if isinstance(target, kind)]
 
+    def up_during(self, run: Callable[[], T], leaves: Iterable[Leaves] = ()) -> T:
+        """Makes a run in which objects, and the parameters of `leaves`, have their other class."""
+        try:
+            try:
+                self.put_up()
+                self.capture(leaves)
+                return run()
+            finally:
+                self.take_down()
+        finally:
+            # Again, because Ctrl-C may have ended the first one halfway.
+            self.take_down()
+
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
         with self._lock:

@@ -25,10 +25,10 @@ from unisono.reductions import Workers
 from unisono.variables.attributes import TABLES_OF_OWN, Attributes, Contents, raw
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, Mirror, Redirect, plain_class, set_classes
-from unisono.variables.kept import SharedTensors
 from unisono.variables.leaves import Leaves, catch_up, fit_for_training, needs_grad, spread
 from unisono.variables.metrics import Metrics
 from unisono.variables.owners import give_to, owner_of
+from unisono.variables.shared_tensors import SharedTensors
 from unisono.variables.snapshot import Postponed
 from unisono.variables.torch_calls import HookTables, synchronized
 from unisono.variables.updates import GroupCopies
@@ -222,23 +222,13 @@ class Mirrors:
         code = getattr(step, "__code__", step)
         self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
         try:
-            try:
-                self.fronts.put_up()
-                self.fronts.capture(self.all_leaves)
-                result = run()
-            finally:
-                self._take_down()
+            result = self.fronts.up_during(run, self.all_leaves)
         finally:
-            # Again, because Ctrl-C may have ended the first one halfway.
-            self._take_down()
+            self.claimed = {}
+            self.hooks.settle()
         if self.is_being_checked:
             self._checked[id(code)] = code
         return result
-
-    def _take_down(self) -> None:
-        self.fronts.take_down()
-        self.hooks.settle()
-        self.claimed = {}
 
     def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yields every module and its clone for each of some replicas."""

@@ -27,7 +27,7 @@ from unisono.variables.attributes import raw
 from unisono.variables.leaves import variable_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.owners import owner_of, parameters_of
-from unisono.variables.torch_calls import is_of_another
+from unisono.variables.torch_calls import check_is_own, is_of_another
 from unisono.variables.updates import watch_updates
 
 # The number of the replica that made a parameter, module, scheduler or scaler in a step.
@@ -178,6 +178,7 @@ def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContex
     names = () if module is None else module.named_parameters()
     named = next((f"{name!r}, " for name, one in names if one is parameter), "")
     parameters = f"parameters ({named}shape {tuple(parameter.shape)})"
+    check_is_own(parameter, context)
     if context.replicas.mirrors.leaves_of(parameter) is not None:
         return (
             f"{what} uses {parameters} of a model of {context.strategy!r}, but not the "

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.torch_private import copy_each
@@ -171,12 +170,12 @@ def _means(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the mean of each vector over samples, in float64, and `chosen` of the chief."""
     home = parts[0][0].device if parts[0] else torch.device("cpu")
-    place = home if workers.communicator.takes(home) else torch.device("cpu")
+    place = home if workers.takes(home) else torch.device("cpu")
     packs = []
     for i, (own, weight) in enumerate(zip(parts, weights, strict=True)):
         # Not made of a Python list, for which a GPU would be waited for.
         ones = torch.full((1,), weight, dtype=_WIDE, device=place)
-        is_first = i == 0 and workers.communicator.rank == 0
+        is_first = i == 0 and workers.rank == 0
         given = [(part, weight) for part in own] + [(one, float(is_first)) for one in chosen]
         # What does not count may be anything, also infinite.
         weighed = (
@@ -184,7 +183,7 @@ def _means(
             for one, share in ((one.to(place), share) for one, share in given)
         )
         packs.append(torch.cat([ones, *weighed]))
-    total = _combined(ReduceOp.SUM, packs, workers)
+    total = workers.combine(ReduceOp.SUM, packs)
     sizes = [one.numel() for one in (*parts[0], *chosen)]
     sums = total[1:].split(sizes) if sizes else ()
     means = [one / total[0] for one in sums[: len(parts[0])]]
@@ -205,14 +204,5 @@ def _exact(
             vector if weight else torch.full_like(vector, neutral)
             for vector, weight in zip(vectors, weights, strict=True)
         ]
-        ends.append(_combined(op, given, workers))
+        ends.append(workers.combine(op, given))
     return torch.where(ends[0] == ends[1], ends[0], mean)
-
-
-def _combined(op: ReduceOp, packs: Sequence[Tensor], workers: Workers) -> Tensor:
-    """Combines a vector per replica over the replicas of all workers, in the order of all sums."""
-    shape = workers.layout(len(packs)).terms
-    terms = [reduce_batch(op, [tuple(packs[own])], [1])[0][0] for own in shape.own]
-    if workers.are_many:
-        shape.all_reduce(workers.communicator, op, terms)
-    return terms[0]

@@ -110,6 +110,21 @@ def is_of_another(tensor: Tensor, context: ReplicaContext) -> bool:
     return user != context.local_id and variable_of(tensor) is None
 
 
+def check_is_own(parameter: Tensor, context: ReplicaContext) -> None:
+    """Raises if a parameter is the copy that another replica has."""
+    mirrors = context.replicas.mirrors
+    owner = mirrors.owners.get(id(parameter))
+    if owner is not None and any(
+        one is parameter and i != context.local_id for i, one in enumerate(owner.leaves)
+    ):
+        raise ContextError(
+            f"A replica uses the copy of {mirrors.name_of(owner.primary)} that another replica "
+            "has. Parameters and modules that a step takes from a model are those of its replica, "
+            "so another replica must not find them in a list or cache of the program. Take them "
+            "from the model before `run`, or in every step."
+        )
+
+
 def _synchronized(
     context: ReplicaContext,
     input: Tensor,
@@ -184,6 +199,8 @@ def _wrap_clipping(module: Any, name: str, clip: Any) -> None:
         if context is None or context.replicas.mirrors.is_single:
             return clip(parameters, *args, **kwargs)
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for parameter in listed:
+            check_is_own(parameter, context)
         replica_id = context.local_id
         known = context.replicas.mirrors.owners
         owners = [known[id(one)] for one in listed if id(one) in known]

@@ -32,8 +32,8 @@ from unisono.costs import Link, Tuning
 from unisono.devices import cpu_slots
 from unisono.errors import CommunicationError, UnsupportedError, WorkerLostError
 from unisono.options import CommunicationOptions
-from unisono.strategies.joining import join_elastic
 from unisono.system import process_start
+from unisono.workers.joining import join_elastic
 
 ALONE = Membership.of(SimpleClusterResolver(ClusterSpec({})))
 CARD = WorkerCard(0, "host", 1, 4, 1, 4, "train.py", "1", "3", "2")

@@ -56,7 +56,9 @@ class Interrupt:
 
 
 def trained(
-    strategy: uo.Strategy, before: Callable[[Callable[[], object]], object]
+    strategy: uo.Strategy,
+    before: Callable[[Callable[[], object]], object],
+    mark: Callable[[Any], Any] = lambda step: step,
 ) -> list[Tensor]:
     """Returns what two steps make of a model, which has been run `before` in some way."""
     torch.manual_seed(0)
@@ -66,6 +68,7 @@ def trained(
     batches = uo.PerReplica(list(torch.randn(8, 3, dtype=torch.float64).split(4)))
     state = {name: value.clone() for name, value in model.state_dict().items()}
 
+    @mark
     def step(batch: Tensor) -> None:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
@@ -118,3 +121,31 @@ def test_ctrl_c_within_our_own_code_breaks_nothing(
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         if not came[0]:
             break
+
+
+@pytest.mark.parametrize("name", ["put_up", "take_down"])
+def test_ctrl_c_in_a_replay_breaks_nothing(
+    mirrored: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    wanted = trained(mirrored(2), lambda run: run())
+    method, come = getattr(Fronts, name), list[bool]()
+
+    def replayed(run: Callable[[], object]) -> None:
+        # Two that run eagerly, the one that is captured, and a replay.
+        for _ in range(4):
+            run()
+
+        def interrupted(fronts: Fronts) -> None:
+            if come or name == "put_up":
+                method(fronts)
+            if not come:
+                come.append(True)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Fronts, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+
+    found = trained(mirrored(2), replayed, uo.function)
+    assert come
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from worker_threads import on_strategies
+from worker_threads import communicator_of, on_strategies
 
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnequalCollectivesError
@@ -56,7 +56,11 @@ def replace(module: Any) -> None:
     module.buffer = module.buffer + number()
 
 
-WRITES = [add, add_through_data, replace]
+def replace_data(module: Any) -> None:
+    module.buffer.data = module.buffer + number()
+
+
+WRITES = [add, add_through_data, replace, replace_data]
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -76,7 +80,7 @@ def test_others_are_those_of_replica_0(mirrored: Make) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5,), (1 << 15,), (200, 200)], ids=str)
-@pytest.mark.parametrize("write", [add, replace])
+@pytest.mark.parametrize("write", [add, replace, replace_data])
 def test_large_buffers_too(
     mirrored: Make, shape: tuple[int, ...], write: Callable[[Any], None]
 ) -> None:
@@ -327,7 +331,7 @@ def test_all_layouts_give_the_same_bits() -> None:
 
 def count_collectives(strategy: uo.Strategy, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     called: list[str] = []
-    communicator = strategy.extended.workers.communicator
+    communicator = communicator_of(strategy)
     for name in ("all_reduce", "all_gather", "broadcast"):
         original = getattr(communicator, name)
 

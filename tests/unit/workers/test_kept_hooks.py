@@ -10,8 +10,9 @@ import torch
 from worker_threads import on_workers
 
 from unisono.errors import UnsupportedError
-from unisono.gradients.replica_hooks import Contents, Kept, exchanged, told
-from unisono.reductions import ReplicaLayout, Workers, dealt
+from unisono.reductions import ReplicaLayout, dealt
+from unisono.workers import ConnectedWorkers
+from unisono.workers.replica_hooks import Contents, Kept, exchanged, told
 
 
 def content(replica: int) -> Any:
@@ -29,7 +30,7 @@ def kept_by(
 ) -> dict[int, Kept]:
     """What each worker has after a run. The numbers of workers are 10, 11 and so on."""
 
-    def tell(workers: Workers) -> Kept:
+    def tell(workers: ConnectedWorkers) -> Kept:
         communicator = workers.communicator
         layout = ReplicaLayout(dealt(num_replicas, num_workers), communicator.rank)
         own = {replica: content(replica) for replica in layout.own}
@@ -39,7 +40,7 @@ def kept_by(
 
 
 def exchange(kept: dict[int, Kept | None]) -> list[Any]:
-    def meet(workers: Workers) -> Any:
+    def meet(workers: ConnectedWorkers) -> Any:
         numbers = sorted(kept)
         own = kept[numbers[workers.communicator.rank]]
         return exchanged(workers.communicator, numbers, own)

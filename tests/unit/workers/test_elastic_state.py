@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import unisono as uo
 from unisono.errors import UnisonoError, UnsupportedError, WorkerLostError
 from unisono.input.split.own_data import OwnStep
-from unit.strategies.lone_worker import relayout, strategy_of
+from unit.workers.lone_worker import relayout, strategy_of
 
 
 class Losing:

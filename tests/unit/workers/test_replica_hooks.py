@@ -16,7 +16,8 @@ from worker_threads import on_strategies, one_at_a_time
 import unisono as uo
 from unisono.errors import UnisonoError, UnsupportedError
 from unisono.reductions import dealt
-from unit.strategies.test_logical_replicas import Chain
+from unisono.workers.replica_hooks import ReplicaHooks
+from unit.workers.test_logical_replicas import Chain
 
 
 @dataclass
@@ -122,8 +123,8 @@ def test_a_hook_must_do_the_same_for_all_replicas(hook: Any, words: str) -> None
                 lambda: (model(torch.ones(1)).sum() * context().replica_id_in_sync_group).backward()
             )
         # An error that is kept would keep the frames that it has passed, and their memory.
-        hooks = strategy.extended.replica_hooks
-        assert hooks is not None
+        hooks = strategy.extended.hook
+        assert isinstance(hooks, ReplicaHooks)
         assert [rank.failure for rank in hooks._ranks] == [None, None]
 
     on_strategies(1, program, num_replicas=2, threads_per_replica=1)

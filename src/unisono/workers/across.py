@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from unisono.devices import Device, this_machine
 from unisono.kernels import check_replicas, divide, result_dtype, undivided, wide_dtype
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackLayout, Spec, by_dtype, group_by_bytes
-from unisono.reductions.cross_device_ops import CrossDeviceOps, Pairs, Result, mirrored
-from unisono.reductions.destinations import Destinations
-from unisono.reductions.workers import Terms, Workers
+from unisono.reductions import CrossDeviceOps, Destinations, Result, mirrored
+from unisono.reductions.cross_device_ops import Pairs
 from unisono.values import PerReplica, as_tensor, components_of, concatenate, is_sparse
+from unisono.workers.terms import Terms, tree_terms, whole_terms
+
+if TYPE_CHECKING:
+    from unisono.workers.connected import ConnectedWorkers
 
 # Large enough that there are few collectives, small enough to be gone from no cache in between.
 _BYTES_PER_PACK = 16 << 20
@@ -28,12 +31,12 @@ class AcrossWorkers(CrossDeviceOps):
     reads_values = True
 
     def __init__(
-        self, local: CrossDeviceOps, workers: Workers, devices: tuple[Device, ...]
+        self, local: CrossDeviceOps, workers: ConnectedWorkers, devices: tuple[Device, ...]
     ) -> None:
         self._local = local
         self._workers = workers
         self.communicator = workers.communicator
-        self._devices = devices
+        self.devices = devices
         self.layout = workers.layout(len(devices))
         self.num_replicas = self.layout.total
 
@@ -133,12 +136,12 @@ class AcrossWorkers(CrossDeviceOps):
         replicas of its worker.
         """
         layout = self._workers.layout(num_local)
-        return layout.terms if self.is_tree_sum else layout.whole
+        return tree_terms(layout) if self.is_tree_sum else whole_terms(layout)
 
     @property
     def share(self) -> float:
         """The number of this worker's replicas over the mean number of all workers."""
-        return len(self._devices) * self.communicator.size / self.num_replicas
+        return len(self.devices) * self.communicator.size / self.num_replicas
 
     @property
     def is_tree_sum(self) -> bool:
@@ -193,8 +196,8 @@ class AcrossWorkers(CrossDeviceOps):
         return sent
 
     def _pairs(self, values: Sequence[Sequence[Tensor]]) -> Pairs:
-        devices = self._devices[: len(values[0])] if values else ()
-        target = Destinations(self._devices[:1])
+        devices = self.devices[: len(values[0])] if values else ()
+        target = Destinations(self.devices[:1])
         return [(PerReplica.placed(tuple(own), devices), target) for own in values]
 
     def place(self, device: torch.device) -> torch.device:

@@ -17,13 +17,14 @@ from unisono.errors import UnsupportedError
 from unisono.input import copied, filled
 from unisono.kernels import check_gather
 from unisono.options import ReduceOp
-from unisono.reductions import Destinations, ReductionToOneDevice, ReplicaLayout, Workers
-from unisono.strategies.known_results import packed
+from unisono.reductions import Destinations, ReductionToOneDevice, ReplicaLayout
 from unisono.values import Mirrored, PerReplica, as_tensor, factors_of, flatten, map_leaves, weighed
+from unisono.workers.elastic.results import packed
 
 if TYPE_CHECKING:
     from unisono.cluster.elastic import ElasticMembers
-    from unisono.strategies.multi_worker import MultiWorkerExtended
+    from unisono.workers.connected import ConnectedWorkers
+    from unisono.workers.multi_worker import MultiWorkerExtended
 
 T = TypeVar("T")
 
@@ -104,7 +105,7 @@ class ElasticValues:
         self._inputs.add(given)
 
     @property
-    def workers(self) -> Workers:
+    def workers(self) -> ConnectedWorkers:
         """The workers that there are now."""
         return self._extended.workers
 

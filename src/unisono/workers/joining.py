@@ -46,7 +46,7 @@ from unisono.system import check_connections
 from unisono.tracing import join_workers
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.workers.elastic import ElasticJob
 
 
 class Joined:

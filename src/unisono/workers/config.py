@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from unisono.cluster import ClusterSpec
 from unisono.cluster.spec import rank_of
@@ -12,21 +11,6 @@ from unisono.devices import Device, resolve
 from unisono.errors import ClusterError
 
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)(?:/(?:device:)?(\w+:\d+))?")
-
-
-class RunOptions(NamedTuple):
-    """Options of a run on TPUs. CPUs and GPUs ignore them, as in TensorFlow.
-
-    Attributes:
-        experimental_enable_dynamic_batch_size: Whether shapes of the input may differ from run to
-            run, which they always may here.
-        experimental_bucketizing_dynamic_shape: Whether TPUs pad such shapes.
-        experimental_xla_options: Options of TPUs' compiler.
-    """
-
-    experimental_enable_dynamic_batch_size: bool = True
-    experimental_bucketizing_dynamic_shape: bool = False
-    experimental_xla_options: object = None
 
 
 @dataclass

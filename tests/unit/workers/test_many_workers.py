@@ -10,7 +10,7 @@ import pytest
 import torch
 from on_replica import replica
 from thread_ranks import ThreadCommunicator
-from worker_threads import on_strategies
+from worker_threads import communicator_of, on_strategies
 
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnequalCallsError, WorkerTimeoutError
@@ -99,7 +99,7 @@ def test_the_timeout_of_one_call_is_obeyed(name: str) -> None:
 
 def test_a_timeout_is_that_of_one_call_alone() -> None:
     def patience(strategy: uo.Strategy) -> list[float]:
-        communicator = strategy.extended.workers.communicator
+        communicator = communicator_of(strategy)
         assert isinstance(communicator, ThreadCommunicator)
         before = communicator.patience
         strategy.extended.reduce_to(

@@ -27,25 +27,26 @@ from unisono.errors import (
     UnequalCollectivesError,
     UnsupportedError,
 )
-from unisono.gradients.replica_hooks import Contents, exchanged
 from unisono.reductions import CrossDeviceOps, dealt
-from unisono.strategies.elastic_account import account
-from unisono.strategies.elastic_leaving import Departures
-from unisono.strategies.elastic_values import (
+from unisono.values import PerReplica, flatten, map_leaves
+from unisono.variables import Snapshot
+from unisono.workers.elastic.account import account
+from unisono.workers.elastic.leaving import Departures
+from unisono.workers.elastic.results import Told, packed, unpacked
+from unisono.workers.elastic.values import (
     ElasticValues,
     check_again,
     distributed,
     in_host_memory,
     lost_arguments,
 )
-from unisono.strategies.joining import forget_elastic, remember_elastic
-from unisono.strategies.known_results import Told, packed, unpacked
-from unisono.values import PerReplica, flatten, map_leaves
-from unisono.variables import KeptVariables, Snapshot
+from unisono.workers.elastic.variables import KeptVariables
+from unisono.workers.joining import forget_elastic, remember_elastic
+from unisono.workers.replica_hooks import Contents, exchanged
 
 if TYPE_CHECKING:
     from unisono.checkpoints.checkpoint import Checkpoint
-    from unisono.strategies.multi_worker import MultiWorkerExtended
+    from unisono.workers.multi_worker import MultiWorkerExtended
 
 T = TypeVar("T")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unisono.arguments import check_bool, check_int, check_optional
 from unisono.cluster import ClusterResolver, ClusterSpec, Membership, SimpleClusterResolver, detect
 from unisono.cluster.elastic import ElasticMembers
+from unisono.communicators import Communicator
 from unisono.devices import Device, DeviceLike, replica_devices, spread
 from unisono.errors import ClusterError, DeviceError, UnsupportedError
 from unisono.options import (
@@ -18,13 +20,17 @@ from unisono.options import (
     ReduceOp,
 )
 from unisono.reductions import CrossDeviceOps, check_ops, dealt, select_cross_device_ops
-from unisono.strategies.config import ConfigProto
 from unisono.strategies.counting import Counting
-from unisono.strategies.elastic_job import ElasticJob
 from unisono.strategies.extended import StrategyExtended
-from unisono.strategies.joining import join, join_elastic, leave, led_by, local_devices
 from unisono.strategies.mirrored import replica_settings
 from unisono.strategies.strategy import Strategy, T
+from unisono.strategies.worker import memories_of
+from unisono.variables import Variable
+from unisono.workers.config import ConfigProto
+from unisono.workers.connected import ConnectedWorkers
+from unisono.workers.elastic import ElasticJob
+from unisono.workers.joining import join, join_elastic, leave, led_by, local_devices
+from unisono.workers.replica_hooks import ReplicaHooks
 
 if TYPE_CHECKING:
     from unisono.checkpoints.checkpoint import Checkpoint
@@ -44,6 +50,7 @@ class MultiWorkerExtended(StrategyExtended):
     """Further methods of a strategy of many workers."""
 
     experimental_between_graph = True
+    workers: ConnectedWorkers
 
     def __init__(
         self,
@@ -70,12 +77,12 @@ class MultiWorkerExtended(StrategyExtended):
             return wishes.ops or select_cross_device_ops(devices, tuning)
 
         devices = spread(own, counts[communicator.rank])
+        self.workers = ConnectedWorkers(communicator, counts)
         super().__init__(
             devices,
             make_ops(devices),
             options=options,
-            communicator=communicator,
-            replicas_per_worker=counts,
+            workers=self.workers,
             # Where an operator has more threads, it may add numbers up in another order.
             threads_per_replica=None if wishes.num_replicas is None else 1,
             tuning=tuning,
@@ -97,6 +104,57 @@ class MultiWorkerExtended(StrategyExtended):
         return self.membership.is_chief
 
     should_save_summary = should_checkpoint
+
+    @property
+    def replica_hooks(self) -> ReplicaHooks | None:
+        """The communication hooks of the replicas, if each has its own."""
+        return self.hook if isinstance(self.hook, ReplicaHooks) else None
+
+    def _make_run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.elastic is not None:
+            return self.elastic.run(fn, args, kwargs)
+        return self._run_step(fn, args, kwargs)
+
+    def _reduce(self, op: ReduceOp, value: Any, destinations: Any, options: Any) -> Any:
+        reduce = functools.partial(super()._reduce, op, value, destinations, options)
+        if self.elastic is not None:
+            return self.elastic.reduce(op, value, destinations, reduce)
+        return reduce()
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        if self.elastic is not None:
+            return self.elastic.gather(value, axis, super()._gather)
+        return super()._gather(value, axis)
+
+    def _update(self, var: Variable, *args: Any, **kwargs: Any) -> Any:
+        if self.elastic is not None:
+            self.elastic.variables.before_write(var, var.owners)
+        return super()._update(var, *args, **kwargs)
+
+    def _relayout(
+        self,
+        devices: tuple[Device, ...],
+        ops: CrossDeviceOps,
+        communicator: Communicator,
+        counts: Sequence[int],
+    ) -> None:
+        """Between two runs: gives this worker other replicas, and keeps what the program made."""
+        if self.elastic is not None:
+            self.elastic.variables.check(has_unreduced=self.gradients.has_unreduced)
+        self.mirrors.relayout(*memories_of(devices))
+        self.gradients.retire()
+        if self._captures is not None:
+            self._captures.close()
+        self._runner.threads.close()
+        self.workers.change(communicator, counts)
+        self._lay_out(devices, ops)
+        if self.elastic is not None:
+            self.elastic.variables.relayout()
+
+    def _undo_drawing(self) -> None:
+        """After a run that is undone: random generators of the program are what they were."""
+        if self._runner.of_run is not None:
+            self._runner.of_run.undo()
 
     def close(self) -> None:
         if self.elastic is not None:

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import unisono
+from unisono.communicators.wire import read, write
 from unisono.errors import UnsupportedError
 from unisono.input.source.random_state import random_state, set_random_state
-from unisono.reductions.wire import read, write
 
 
 class Named(NamedTuple):

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unisono.communicators.communicator import Communicator, gather_texts
 from unisono.errors import UnsupportedError
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -238,3 +239,22 @@ def _unknown(thing: Any) -> UnsupportedError:
         "numbers, strings, arrays and tensors, in lists, tuples, dicts, named tuples and "
         "dataclasses that a module defines."
     )
+
+
+def gather_objects(communicator: Communicator, thing: Any) -> list[Any]:
+    """Returns the objects of all ranks, by rank. Their tensors are on the host."""
+    if communicator.size == 1:
+        return [thing]
+    refusal = ""
+    try:
+        text, data = write(thing)
+    except UnsupportedError as error:
+        refusal, (text, data) = str(error), write(None)
+    told = list(map(json.loads, gather_texts(communicator, json.dumps([refusal, text]))))
+    for rank, (refused, _) in enumerate(told):
+        if refused:
+            raise UnsupportedError(f"Worker {rank} cannot go on. {refused}")
+    texts = [text for _, text in told]
+    has_tensors = any(map(num_bytes, texts))
+    gathered = communicator.all_gather(data) if has_tensors else [data] * len(texts)
+    return [read(text, data) for text, data in zip(texts, gathered, strict=True)]

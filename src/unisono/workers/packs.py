@@ -1,74 +1,26 @@
-"""Which parameters are in one pack, and packs that workers exchange, end to end in memory."""
+"""Packs that workers exchange: gradients of one dtype, end to end in memory."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from unisono.costs import Line, best_bytes_per_pack
 from unisono.devices import Trail
-from unisono.gradients.packs import Pack, Reduction, SparsePack, gradients_of
-from unisono.gradients.replica_hooks import ReplicaHooks
+from unisono.gradients.packs import Pack, Reduction, gradients_of
 from unisono.hooks import GradBucket
-from unisono.hooks.hook import CommHook
 from unisono.kernels import reduce_into, tree_reduce, undivided, wide_dtype
 from unisono.options import ReduceOp
-from unisono.packing import Spec, by_dtype, group_by_bytes
-from unisono.reductions import AcrossWorkers
-from unisono.reductions.workers import Terms
 from unisono.torch_private import copy_each
-from unisono.variables import Leaves, Mirrors, raw
+from unisono.variables import Leaves
+from unisono.workers.across import AcrossWorkers
+from unisono.workers.replica_hooks import Hook, ReplicaHooks
+from unisono.workers.terms import Terms, apart_terms, whole_terms
 
 # Of each term, in bytes.
 _ALIGNMENT = 64
-
-
-def packs_of(
-    trained: Sequence[Leaves],
-    mirrors: Mirrors,
-    reduction: Reduction,
-    cost: Line | None,
-    hook: CommHook | ReplicaHooks | None,
-) -> tuple[list[Pack], list[Pack]]:
-    """Returns packs of neighboring parameters, and those for single ones with sparse gradients.
-
-    A pack has the size that the user says, or that is best for these gradients.
-    """
-    across = reduction.ops if isinstance(reduction.ops, AcrossWorkers) else None
-    if across is not None and hook is None:
-        # What a hook makes of a pack may depend on the pack, and costs something else.
-        cost = across.communicator.cost
-
-    def grouped(owners: Sequence[Leaves]) -> list[list[Leaves]]:
-        sizes = [one.primary.nbytes for one in owners]
-        return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
-
-    # What has sparse gradients comes last, each on its own.
-    modules = map(raw, mirrors.primaries() if across is not None else ())
-    tables = (one["_parameters"].values() for one in modules if one.get("sparse", False))
-    known = set(map(id, itertools.chain.from_iterable(tables)))
-    sparse = [one for one in trained if id(one.primary) in known]
-    dense = [one for one in trained if id(one.primary) not in known]
-    total = sum(one.primary.nbytes for one in dense)
-    limit = reduction.options.bytes_per_pack or best_bytes_per_pack(cost, total)
-    if across is None:
-        wants_all = reduction.ops.wants_all_gradients
-        groups = [dense] if wants_all else grouped(dense)
-        return [Pack(group, reduction) for group in groups if group], []
-    alike = by_dtype([Spec.of(one.primary) for one in dense], range(len(dense)))
-    groups = [group for own in alike for group in grouped([dense[i] for i in own])]
-    packs: list[Pack] = []
-    for i, group in enumerate(groups):
-        if hook is None:
-            packs.append(WorkerPack(group, reduction, across))
-        else:
-            is_last = i + 1 == len(groups)
-            packs.append(HookedPack(group, reduction, across, hook, index=i, is_last=is_last))
-    return packs, [SparsePack(one, reduction) for one in sparse]
 
 
 class WorkerPack(Pack):
@@ -223,13 +175,13 @@ class HookedPack(WorkerPack):
         members: Sequence[Leaves],
         reduction: Reduction,
         ops: AcrossWorkers,
-        hook: CommHook | ReplicaHooks,
+        hook: Hook,
         *,
         index: int,
         is_last: bool,
     ) -> None:
-        shape = ops.layout.apart if isinstance(hook, ReplicaHooks) else ops.layout.whole
-        super().__init__(members, reduction, ops, shape)
+        terms = apart_terms if isinstance(hook, ReplicaHooks) else whole_terms
+        super().__init__(members, reduction, ops, terms(ops.layout))
         self._hook = hook
         self._index = index
         self._is_last = is_last

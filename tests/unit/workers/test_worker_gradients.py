@@ -62,7 +62,7 @@ class NoExchange(Exception):
     reason="without the lock, a thread frees what another has made when that one runs again",
 )
 def test_a_failed_exchange_keeps_nothing_in_memory() -> None:
-    sender = Sender(None)
+    sender = Sender(lambda: None)
     sent: list[Future[None]] = []
 
     def fail() -> None:

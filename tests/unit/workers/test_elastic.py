@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono.errors import UnsupportedError
-from unisono.strategies.known_results import packed, unpacked
 from unisono.values import PerReplica
 from unisono.variables import Snapshot
-from unit.strategies.lone_worker import relayout, strategy_of
+from unisono.workers.elastic.results import packed, unpacked
+from unit.workers.lone_worker import relayout, strategy_of
 
 
 class Sum(nn.Module):
@@ -219,7 +219,7 @@ def test_a_run_that_is_undone_leaves_no_trace_but_what_python_did(
         assert first["0.weight"] != before["0.weight"]
         for _ in range(2):
             snapshot.restore()
-            strategy.extended._undo_drawing()
+            strategy._worker._undo_drawing()
             relayout(strategy, 3)
             after = program.state() | {"hooks": before["hooks"]}
             assert [name for name in before if before[name] != after[name]] == []

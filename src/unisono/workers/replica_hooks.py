@@ -11,38 +11,47 @@ what its replicas keep to each other worker. If a worker is lost, the others put
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from unisono.communicators import Communicator, slice_of
-from unisono.communicators.delegating import DelegatingCommunicator
+from unisono.communicators import Communicator
+from unisono.communicators.wire import gather_objects, num_bytes, read, write
 from unisono.engines import OneByOne, ReplicaMeeting, ReplicaThreads
 from unisono.errors import UnsupportedError
 from unisono.hooks import GradBucket, WorkersGroup
 from unisono.hooks.contents import content_of, restored
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.options import ReduceOp
-from unisono.reductions import AcrossWorkers, Workers
-from unisono.reductions.wire import num_bytes, read, write
+from unisono.workers.across import AcrossWorkers
+from unisono.workers.replica_ranks import ReplicaRank
 
 # By the number of a replica, what its hook keeps; see `unisono.hooks.contents`.
 Contents = dict[int, Any]
 
 
 class Kept(NamedTuple):
-    """What a worker has of what hooks keep between two runs."""
+    """What a worker has of what hooks keep between two runs.
 
-    # By replica, what it keeps; and of all replicas the same without the bytes of tensors.
+    Attributes:
+        own: By replica, what it keeps.
+        texts: By replica, the same without the bytes of tensors; of all replicas.
+        parts: By the number of another worker, a part of the bytes of what its replicas keep.
+        replicas: By the number of a worker, its replicas. Empty if `own` has all replicas.
+    """
+
     own: Contents
     texts: list[str]
-    # By the number of another worker, a part of the bytes of what its replicas keep.
     parts: dict[int, Tensor]
-    # By the number of a worker, its replicas. Empty if `own` has all replicas.
     replicas: dict[int, range]
+
+    @classmethod
+    def of_all(cls, contents: Contents) -> Kept:
+        """What a worker has that knows what all replicas keep."""
+        return cls(contents, [], {}, {})
 
 
 def told(
@@ -53,7 +62,7 @@ def told(
     `numbers` are the workers, by rank, and `ranges` their replicas.
     """
     written = [write(content) for content in own.values()]
-    texts = Workers(communicator).gather_objects([text for text, _ in written])
+    texts = gather_objects(communicator, [text for text, _ in written])
     data = torch.cat([torch.empty(0, dtype=torch.uint8), *(one for _, one in written)])
     size, rank = communicator.size, communicator.rank
     most = max(sum(map(num_bytes, of_worker)) for of_worker in texts)
@@ -87,7 +96,7 @@ def exchanged(
     lost: dict[int, dict[int, Tensor]] = {}
     texts: list[str] = []
     replicas = {}
-    for number, one in zip(numbers, Workers(communicator).gather_objects(mine), strict=True):
+    for number, one in zip(numbers, gather_objects(communicator, mine), strict=True):
         if one is not None:
             own, its_texts, parts, its_replicas = one
             found |= own
@@ -123,6 +132,7 @@ class ReplicaHooks:
         self._group = group
         CommHook(state, function, "")  # Raises if it cannot be one.
         self._first = content_of(self._given)
+        self._hooks: list[CommHook] = []
         self._has_run = False
         # In an elastic job: after the last complete run, and after one that may be undone.
         self._kept: Kept | None = None
@@ -141,6 +151,7 @@ class ReplicaHooks:
         self.restore()
 
     def close(self) -> None:
+        """Ends the threads."""
         if self._threads is not None:
             self._threads.close()
 
@@ -174,9 +185,7 @@ class ReplicaHooks:
         buckets = [GradBucket(index, one, parameters, is_last=is_last) for one in buffers]
         calls = [self._call(i, meeting, bucket) for i, bucket in enumerate(buckets)]
         first, *others = self._threads.run(calls, meeting)
-        # Their bits, because what is no number equals nothing.
-        bits = [one.contiguous().view(-1).view(torch.uint8) for one in (first, *others)]
-        if not all(torch.equal(bits[0], one) for one in bits[1:]):
+        if not all(map(functools.partial(_are_same_bits, first), others)):
             raise UnsupportedError(
                 "A communication hook returned different gradients for two replicas, which share "
                 "their parameters. Return the mean over all ranks of the process group."
@@ -216,6 +225,7 @@ class ReplicaHooks:
             self._pending = told(self._across.communicator, numbers, ranges, self.contents())
 
     def commit(self) -> None:
+        """When that run is complete."""
         if self._pending is not None:
             self._kept, self._pending, self._has_run = self._pending, None, False
 
@@ -229,6 +239,7 @@ class ReplicaHooks:
         return dict(zip(self._across.layout.own, map(content_of, self._live), strict=True))
 
     def load(self, contents: Contents) -> None:
+        """Goes on with what the hooks of all replicas kept."""
         self.take(contents)
         self.restore()
 
@@ -250,135 +261,14 @@ class ReplicaHooks:
     def take(self, of_all: Contents | None) -> None:
         """Makes the hooks go on, from the next layout, with what those of all replicas keep."""
         if of_all is not None:
-            self._kept = Kept(of_all, [], {}, {})
+            self._kept = Kept.of_all(of_all)
         self._pending = None
 
 
-T = TypeVar("T")
+# What gradients pass through, if the program has said so.
+Hook: TypeAlias = "CommHook | ReplicaHooks"
 
 
-class ReplicaRank(DelegatingCommunicator):
-    """One replica of this worker, as a rank among the replicas of all workers.
-
-    The replicas of a worker meet in each collective, and the worker does it for all of them.
-    In a block of `meeting_at`, `failure` is what went wrong in a collective, if something did.
-    """
-
-    def __init__(self, across: AcrossWorkers, local_id: int) -> None:
-        super().__init__(across.communicator)
-        self._across = across
-        self._layout = across.layout
-        self._local_id = local_id
-        self.rank, self.size = self._layout.own[local_id], self._layout.total
-        self.cost = None
-        self.failure: BaseException | None = None
-        self._meeting: ReplicaMeeting | None = None
-
-    @contextmanager
-    def meeting_at(self, meeting: ReplicaMeeting) -> Iterator[None]:
-        self._meeting = meeting
-        try:
-            yield
-        finally:
-            # The frames of the error hold what was used in them.
-            self._meeting = self.failure = None
-
-    def _meet(self, what: str, given: T, work: Callable[[list[T]], Sequence[Any]]) -> Any:
-        assert self._meeting is not None
-        try:
-            return self._meeting.meet(self._local_id, what, given, work)
-        except BaseException as error:
-            self.failure = error
-            raise
-
-    def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        if len(terms) > 1 or count not in (None, self.size):
-            raise UnsupportedError(
-                f"A hook of a replica reduced {len(terms)} tensors at once. Reduce one at a time."
-            )
-
-        def reduce(given: list[Tensor]) -> list[Tensor]:
-            return [self._across.reduce_each(op, given)] * len(given)
-
-        what = f"all_reduce with {op} of {_in_words(terms[0])}"
-        terms[0].copy_(self._meet(what, terms[0].detach(), reduce))
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        def gather(given: list[Tensor]) -> list[list[Tensor]]:
-            return [self._across.gather_each(given)] * len(given)
-
-        found = self._meet("all_gather", tensor.detach(), gather)
-        return [one.to(tensor.device, copy=True) for one in found]
-
-    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        self.check_root(root)
-        found = self.all_gather(tensor)
-        return found if self.rank == root else None
-
-    def all_to_all(self, tensor: Tensor) -> list[Tensor]:
-        flat = tensor.detach().reshape(-1)
-        found: list[Tensor] = self._meet(f"all_to_all of {_in_words(flat)}", flat, self._exchange)
-        return [one.to(tensor.device, copy=True) for one in found]
-
-    def _exchange(self, given: list[Tensor]) -> list[list[Tensor]]:
-        """Returns what all replicas have for each replica of this worker."""
-        length, ranges = len(given[0]), self._layout.ranges
-        # What a replica has for those of a worker is in one piece.
-        spans = [
-            slice(
-                slice_of(own.start, self.size, length).start,
-                slice_of(own.stop - 1, self.size, length).stop,
-            )
-            for own in ranges
-        ]
-        most = max(one.stop - one.start for one in spans) * max(map(len, ranges))
-        place = self._across.place(given[0].device)
-        message = given[0].new_zeros(len(ranges), most, device=place)
-        for row, span in zip(message, spans, strict=True):
-            pieces = torch.cat([one[span] for one in given])
-            row[: len(pieces)] = pieces
-        received = self._across.communicator.all_to_all(message.view(-1))
-        mine = spans[self._layout.rank]
-        width = mine.stop - mine.start
-        pieces_of_all = [
-            one[i * width : (i + 1) * width]
-            for one, own in zip(received, ranges, strict=True)
-            for i in range(len(own))
-        ]
-        parts = [slice_of(number, self.size, length) for number in self._layout.own]
-        return [
-            [piece[part.start - mine.start : part.stop - mine.start] for piece in pieces_of_all]
-            for part in parts
-        ]
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        self.check_root(root)
-
-        def share(given: list[Tensor]) -> list[Tensor]:
-            owner = next(i for i, own in enumerate(self._layout.ranges) if root in own)
-            is_here = owner == self._layout.rank
-            source = given[root - self._layout.own.start if is_here else 0]
-            sent = source.to(self._across.place(source.device), copy=True)
-            self._across.communicator.broadcast(sent, owner)
-            return [sent] * len(given)
-
-        what = f"broadcast from {root} of {_in_words(tensor)}"
-        tensor.detach().copy_(self._meet(what, tensor.detach(), share))
-
-    def barrier(self) -> None:
-        def wait(given: list[None]) -> list[None]:
-            self._across.communicator.barrier()
-            return given
-
-        self._meet("barrier", None, wait)
-
-    # Made of the above, or without the workers.
-    reduce_scatter = Communicator.reduce_scatter
-    allocate = Communicator.allocate
-
-    def close(self) -> None:
-        """Leaves nothing: the workers stay connected."""
-
-
-def _in_words(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
+def _are_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are equal, also where they have no number."""
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))

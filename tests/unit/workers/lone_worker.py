@@ -20,8 +20,8 @@ def strategy_of(num_replicas: int, **settings: Any) -> Iterator[uo.MultiWorkerMi
         strategy.close()
 
 
-def relayout(strategy: uo.Strategy, num_replicas: int) -> None:
+def relayout(strategy: uo.MultiWorkerMirroredStrategy, num_replicas: int) -> None:
     """Gives the only worker other replicas."""
     devices = tuple(uo.Device("cpu", i) for i in range(num_replicas))
     communicator = IdentityCommunicator()
-    strategy.extended._relayout(devices, ReductionToOneDevice(), communicator, (num_replicas,))
+    strategy._worker._relayout(devices, ReductionToOneDevice(), communicator, (num_replicas,))
