@@ -219,13 +219,12 @@ class WorkerReplicas:
             with undone(self.mirrors, idle) if idle else nullcontext():
                 results = self.mirrors.call_in_use(fn, run)
             self.mirrors.watch.check()
-            self.mirrors.states.check()
-            self.mirrors.parts.check()
+            self.mirrors.watch.check_parts()
             self.mirrors.groups.settle(len(self._devices), recorder)
             hide_cleared(self.mirrors.all_leaves)
         finally:
             self.mirrors.groups.forget()
-            self.mirrors.states.forget()
+            self.mirrors.watch.states = {}
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
         self.mirrors.buffers.end(weights, recorder)
         self.mirrors.metrics.end(weights)
