@@ -12,7 +12,7 @@ from unisono.reductions.cross_device_ops import (
 )
 from unisono.reductions.destinations import Destinations, destinations_of, listed_destinations
 from unisono.reductions.nccl import NcclAllReduce
-from unisono.reductions.scheduled import AccumulationFn, Ends, Prices, ReductionToOneDevice
+from unisono.reductions.scheduled import Ends, Prices, ReductionToOneDevice
 from unisono.reductions.selection import (
     choose_cross_device_ops,
     predicted_cost,
@@ -21,7 +21,6 @@ from unisono.reductions.selection import (
 from unisono.reductions.workers import ReplicaLayout, Workers, dealt
 
 __all__ = [
-    "AccumulationFn",
     "AllReduce",
     "CrossDeviceOps",
     "Destinations",
