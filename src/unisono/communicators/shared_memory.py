@@ -120,13 +120,13 @@ class SharedMemoryCommunicator(Communicator):
         return self._own_part(self._combine(op, terms, count))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        tensors: list[Tensor] = self._gather(tensor, None)
-        return tensors
+        gathered: list[Tensor] = self._gather(tensor, None)
+        return gathered
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
         self.check_root(root)
-        tensors: list[Tensor] | None = self._gather(tensor, root)
-        return tensors
+        gathered: list[Tensor] | None = self._gather(tensor, root)
+        return gathered
 
     def _gather(self, tensor: Tensor, root: int | None) -> Any:
         tensors = self._group.gather(tensor, root)

@@ -360,8 +360,8 @@ def without_garbage() -> Iterator[None]:
     Freeing an earlier CUDA graph would end a capture, and finalizers are not a part of the step.
     """
     is_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if is_enabled:

@@ -6,8 +6,8 @@ from unisono.variables.for_all import merge, once
 from unisono.variables.front import plain_class
 from unisono.variables.leaves import Leaves, Mark, fit_for_training, variable_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.optimizer_tables import groups_of
 from unisono.variables.outsiders import check_backward
+from unisono.variables.owners import groups_of
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.snapshot import Snapshot, undone
 from unisono.variables.updates import Settings, sets_groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 import unisono as uo
 from unisono.contexts.current import entered, stack
 from unisono.engines import drawing
+from unisono.functions.watching import Watching
 from unisono.gradients.reducer import GradientReducer
 from unisono.variables.attributes import Attributes
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.statistics import Flat
-from unisono.variables.written import Parts, Watch
+from unisono.variables.written import Watch
 
 MOST_CALLS = 8
 Make = Callable[..., uo.MirroredStrategy]
@@ -100,9 +102,9 @@ def trained(
         (Fronts, "take_down"),
         (GradientReducer, "_make_packs"),
         (Mirrors, "_leaves_for"),
-        (Parts, "note"),
         (Flat, "give"),
         (Watch, "_add_copies"),
+        (Watch, "note_parts"),
         (Watch, "stamp"),
         (drawing, "__exit__"),
         (entered, "__exit__"),
@@ -121,6 +123,19 @@ def test_ctrl_c_within_our_own_code_breaks_nothing(
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         if not came[0]:
             break
+
+
+def test_ctrl_c_leaves_nobody_watching(mirrored: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = Watching.__enter__
+
+    def interrupted(watching: Watching) -> None:
+        enter(watching)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watching, "__enter__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mirrored(2).run(uo.function(lambda: torch.ones(1) + 1))
+    assert sys.getprofile() is None
 
 
 @pytest.mark.parametrize("name", ["put_up", "take_down"])
