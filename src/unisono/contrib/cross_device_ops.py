@@ -16,7 +16,6 @@ from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackingRule, SmallGroups
 from unisono.reductions import (
-    AccumulationFn,
     CrossDeviceOps,
     Destinations,
     HierarchicalCopyAllReduce,
@@ -29,6 +28,7 @@ from unisono.reductions import (
     listed_pairs,
     mirrored,
 )
+from unisono.reductions.scheduled import AccumulationFn
 from unisono.values import DistributedValues, Mirrored, components_of
 
 _ALGORITHMS = {"nccl": NcclAllReduce, "hierarchical_copy": HierarchicalCopyAllReduce}
