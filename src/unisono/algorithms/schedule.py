@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from unisono.algorithms.rounds import are_siblings
+from unisono.algorithms.nodes import are_siblings
 from unisono.kernels import divide, reduce_batch, undivided, wide_dtype
 from unisono.options import ReduceOp
 from unisono.tracing import span

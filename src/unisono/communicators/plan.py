@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.algorithms import Turn
+from unisono.algorithms.rounds import Turn
 from unisono.communicators.communicator import as_bytes
 from unisono.communicators.executor import Executor, Sums
 from unisono.communicators.headers import HEADER_BYTES

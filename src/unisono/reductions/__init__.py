@@ -1,6 +1,12 @@
-"""Cross-device operations: an algorithm, a packing rule, and values in and out."""
+"""Cross-device operations: an algorithm, a packing rule, and values in and out.
 
-from unisono.reductions.all_reduce import AllReduce, HierarchicalCopyAllReduce
+Those that send packs between memories are loaded when somebody names them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from unisono.reductions.cross_device_ops import (
     CrossDeviceOps,
     Pair,
@@ -11,7 +17,6 @@ from unisono.reductions.cross_device_ops import (
     mirrored,
 )
 from unisono.reductions.destinations import Destinations, destinations_of, listed_destinations
-from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.scheduled import AccumulationFn, Ends, Prices, ReductionToOneDevice
 from unisono.reductions.selection import (
     choose_cross_device_ops,
@@ -19,6 +24,10 @@ from unisono.reductions.selection import (
     select_cross_device_ops,
 )
 from unisono.reductions.workers import ReplicaLayout, Workers, dealt
+
+if TYPE_CHECKING:
+    from unisono.reductions.all_reduce import AllReduce, HierarchicalCopyAllReduce
+    from unisono.reductions.nccl import NcclAllReduce
 
 __all__ = [
     "AccumulationFn",
@@ -45,3 +54,17 @@ __all__ = [
     "predicted_cost",
     "select_cross_device_ops",
 ]
+
+
+def _load(name: str) -> Any:
+    """Returns a reduction between memories, which Python asks for when it is not here yet."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from unisono.reductions import all_reduce, nccl
+
+    return getattr(nccl if hasattr(nccl, name) else all_reduce, name)
+
+
+if not TYPE_CHECKING:
+    # A type checker that sees it takes every name to be there.
+    __getattr__ = _load

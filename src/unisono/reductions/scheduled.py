@@ -53,6 +53,8 @@ class ScheduledOps(CrossDeviceOps):
     """A cross-device operation that follows a schedule."""
 
     reads_values: ClassVar[bool] = True
+    # Whether what is sent is what the schedule says, so that its cost can be predicted.
+    keeps_to_schedule: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._routes: dict[tuple[Ends, int, Machine], Route] = {}

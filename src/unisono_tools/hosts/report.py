@@ -31,7 +31,8 @@ from unisono.devices import (
     this_machine,
 )
 from unisono.errors import DeviceError, TuningError
-from unisono.kernels import native_core, triton_status
+from unisono.kernels import native_core
+from unisono.kernels.gpu import triton_status
 from unisono.options import CommunicationImplementation
 from unisono.reductions import choose_cross_device_ops
 from unisono.system import TUNING
