@@ -17,7 +17,6 @@ from unisono.input.options import (
     ValueContext,
 )
 from unisono.input.split.layout import counts_of
-from unisono.input.split.own_data import filled
 from unisono.input.split.splitter import copied
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "ValueContext",
     "copied",
     "counts_of",
-    "filled",
     "numpy_dataset",
     "values_from_function",
 ]

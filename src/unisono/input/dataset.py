@@ -24,8 +24,7 @@ from unisono.input.source.epoch import Epoch, Readers
 from unisono.input.source.shares import check_share, of_all_samples, of_own_files
 from unisono.input.source.sources import FunctionSource, Source, as_source
 from unisono.input.split.layout import is_column
-from unisono.input.split.own_data import Draw, PartQueue, parts_of_batches
-from unisono.input.split.splitter import MISSING, SplitBatch, Splitter, grouped
+from unisono.input.split.splitter import MISSING, Draw, SplitBatch, Splitter, grouped
 from unisono.kernels import check_layout
 from unisono.reductions import Workers
 from unisono.values import as_tensor, take_apart
@@ -124,6 +123,8 @@ class DistributedDataset(DistributedInput):
     def parts(self, epoch: Epoch, splitter: Splitter) -> Draw:
         if not self.is_wrapped:
             return lambda: splitter.whole(next(epoch.batches[0]))
+        from unisono.input.split.own_data import parts_of_batches
+
         return parts_of_batches(epoch, splitter, self.layout)
 
     def steps(self, epoch: Epoch, splitter: Splitter) -> Draw:
@@ -131,6 +132,8 @@ class DistributedDataset(DistributedInput):
             return self.parts(epoch, splitter)
         layout = self.layout
         if self._is_fixed:
+            from unisono.input.split.own_data import PartQueue
+
             queue = PartQueue(self.parts(epoch, splitter), splitter)
             return lambda: queue.take(len(layout.own))
         # A worker of an elastic job keeps all parts, because it may get other replicas.

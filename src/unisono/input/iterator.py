@@ -12,13 +12,13 @@ from unisono.input.options import InputOptions
 from unisono.input.place import Placement
 from unisono.input.prefetch import Prefetcher
 from unisono.input.source.epoch import Epoch, Progress
-from unisono.input.split.own_data import Draw, Lockstep, MovingLockstep
 from unisono.input.split.reader import Reader
-from unisono.input.split.splitter import SplitBatch, Splitter
+from unisono.input.split.splitter import Draw, SplitBatch, Splitter
 from unisono.tracing import span
 
 if TYPE_CHECKING:
     from unisono.input.distributed_input import DistributedInput
+    from unisono.input.split.own_data import MovingLockstep
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,16 @@ class DistributedIterator(Iterator[Any]):
         self._has_ended = False
         self._prefetcher: Prefetcher[SplitBatch] | None = None
         self._steps: Iterator[SplitBatch]
+        self._moving: MovingLockstep | None = None
         splitter = Splitter(dataset.options, _reader(dataset.options, epoch))
         if epoch.readers.are_apart and dataset.job is not None:
+            from unisono.input.split.own_data import MovingLockstep
+
             # Nothing is drawn ahead, because this worker may get other replicas.
             draw, job = dataset.parts(epoch, splitter), dataset.job
             note_lost = dataset._note_lost
-            self._steps = MovingLockstep(draw, epoch, splitter, placement, job, note_lost)
+            self._moving = MovingLockstep(draw, epoch, splitter, placement, job, note_lost)
+            self._steps = self._moving
             return
         size = dataset.options.experimental_per_replica_buffer_size
         # Drawing ahead must change no random number, unless the options insist. Workers that read
@@ -81,6 +85,8 @@ class DistributedIterator(Iterator[Any]):
         draw = _placed(dataset.steps(epoch, splitter), placement)
         self._steps = self._prefetcher = Prefetcher(draw, size if is_ahead else 0)
         if epoch.readers.are_apart:
+            from unisono.input.split.own_data import Lockstep
+
             self._steps = Lockstep(self._prefetcher.__next__, epoch, splitter, placement)
 
     @property
@@ -174,8 +180,7 @@ class DistributedIterator(Iterator[Any]):
 
         None where workers read the same, or have come to the end.
         """
-        steps = self._steps
-        return steps.left if isinstance(steps, MovingLockstep) and not self._has_ended else None
+        return None if self._moving is None or self._has_ended else self._moving.left
 
     def close(self) -> None:
         """Ends the epoch early and stops fetching ahead."""
