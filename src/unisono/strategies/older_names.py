@@ -75,6 +75,12 @@ def _distribute_dataset(strategy: Strategy, dataset_fn: Callable[[], Any]) -> Pe
 
 def aggregate(strategy: Strategy, aggregation: Any, value: Any, destinations: Any) -> Mirrored:
     """Does what `strategy.reduce(aggregation, value, destinations)` did: gives a `Mirrored`."""
+    warnings.warn(
+        "`strategy.reduce(aggregation, value, destinations)` is an older form; write "
+        "`strategy.extended.reduce_to(reduce_op, value, destinations)`.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
     extended = strategy.extended
     if destinations is None:
         is_here = isinstance(value, DistributedValues)
@@ -123,16 +129,6 @@ _COMPUTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "is_single_tower": ("num_replicas_in_sync == 1", lambda s: s.num_replicas_in_sync == 1),
     "worker_device_index": ("extended.worker_devices", _worker_device_index),
 }
-
-
-def warn_of_older_form() -> None:
-    """Says how values are reduced to devices today."""
-    warnings.warn(
-        "`strategy.reduce(aggregation, value, destinations)` is an older form; write "
-        "`strategy.extended.reduce_to(reduce_op, value, destinations)`.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
 
 
 def older_name(strategy: Strategy, name: str) -> Any:

@@ -17,7 +17,6 @@ from unisono.options import ReduceOp, VariableAggregation
 from unisono.strategies.combining import read_axes, reduce_leaf
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
-from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
 from unisono.values import DistributedValues, flatten, select_replica
 from unisono.variables import bring_in, creating
 
@@ -157,7 +156,8 @@ class Strategy(InputMethods):
         """
         self._check_cross_replica("reduce()")
         if isinstance(reduce_op, VariableAggregation):
-            warn_of_older_form()
+            from unisono.strategies.older_names import aggregate
+
             return aggregate(self, reduce_op, value, axis)
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
@@ -343,6 +343,8 @@ class Strategy(InputMethods):
 
         def __getattr__(self, name: str) -> Any:
             """The names that TensorFlow 1.12 had for the methods of a strategy."""
+            from unisono.strategies.older_names import older_name
+
             return older_name(self, name)
 
     def __copy__(self) -> Strategy:
