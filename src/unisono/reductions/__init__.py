@@ -5,7 +5,7 @@ Those that send packs between memories are loaded when somebody names them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.reductions.cross_device_ops import (
     CrossDeviceOps,
@@ -24,10 +24,13 @@ from unisono.reductions.selection import (
     select_cross_device_ops,
 )
 from unisono.reductions.workers import ReplicaLayout, Workers, dealt
+from unisono.sharing import names_of
 
 if TYPE_CHECKING:
     from unisono.reductions.all_reduce import AllReduce, HierarchicalCopyAllReduce
     from unisono.reductions.nccl import NcclAllReduce
+else:
+    __getattr__ = names_of(__name__, "nccl", "all_reduce")
 
 __all__ = [
     "AccumulationFn",
@@ -54,17 +57,3 @@ __all__ = [
     "predicted_cost",
     "select_cross_device_ops",
 ]
-
-
-def _load(name: str) -> Any:
-    """Returns a reduction between memories, which Python asks for when it is not here yet."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from unisono.reductions import all_reduce, nccl
-
-    return getattr(nccl if hasattr(nccl, name) else all_reduce, name)
-
-
-if not TYPE_CHECKING:
-    # A type checker that sees it takes every name to be there.
-    __getattr__ = _load

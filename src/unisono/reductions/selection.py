@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed
 
-from unisono.devices import Device, DeviceLike, near_groups, resolve, this_machine
+from unisono.devices import Device, DeviceLike, resolve, this_machine
 from unisono.packing import BYTES_PER_PACK, Line
 from unisono.reductions.cross_device_ops import CrossDeviceOps
 from unisono.reductions.scheduled import Ends, Prices, ReductionToOneDevice, ScheduledOps
@@ -96,6 +96,7 @@ def _by_kind(resolved: Sequence[Device], has_nccl: bool | None) -> Choice:  # no
         )
     if any(device.type != "cuda" for device in resolved):
         return Choice(ReductionToOneDevice(), "not all replicas are on GPUs")
+    from unisono.devices import near_groups
     from unisono.reductions.all_reduce import HierarchicalCopyAllReduce
     from unisono.reductions.nccl import NcclAllReduce
 
