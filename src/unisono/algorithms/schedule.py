@@ -164,6 +164,12 @@ class Plan:
         """Whether the plan is one sum of all values inside one memory."""
         return len(self.steps) == 1 and isinstance(self.steps[0], Combine)
 
+    def run(
+        self, op: ReduceOp, batch: Sequence[Sequence[Tensor]], places: Sequence[torch.device]
+    ) -> list[tuple[Tensor, ...]]:
+        """Reduces a batch; see `unisono.algorithms.run`."""
+        return run(self, op, batch, places)
+
 
 class _Term(NamedTuple):
     """A node of the tree: the sum of replicas `start` to `stop`, in a buffer or still in parts."""
