@@ -16,11 +16,11 @@ from torch import nn
 import unisono as uo
 from unisono.engines.threads import _Board
 from unisono.engines.turns import OneByOne
+from unisono.modules import front
+from unisono.modules.front import Mirror, in_front, mirror_of
+from unisono.modules.once_calls import OnceOptimizer
 from unisono.sharing import LiveSet, computed_once
 from unisono.tracing.recorder import Recorder
-from unisono.variables import front
-from unisono.variables.front import Mirror, in_front, mirror_of
-from unisono.variables.once_calls import OnceOptimizer
 
 NUM_THREADS = 4
 

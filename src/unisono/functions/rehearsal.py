@@ -20,9 +20,9 @@ from unisono.functions.cpu_graphs import CpuGraphs, Logs
 from unisono.functions.lines import line_here
 from unisono.functions.signature import ModuleState
 from unisono.functions.surroundings import Surroundings
+from unisono.modules import Mirrors, Settings, plain_class, sets_groups, watch_updates
 from unisono.sharing import computed_once
 from unisono.values import DistributedValues, flatten
-from unisono.variables import Mirrors, Settings, plain_class, sets_groups, watch_updates
 
 HOST_RANDOMNESS = (
     "it draws random numbers on the host; draw them with torch on the device of the replica, or "

@@ -13,8 +13,8 @@ from torch import nn
 
 from unisono.gradients.accumulation import Aside
 from unisono.gradients.packs import Reduction
-from unisono.variables import Leaves
-from unisono.variables.leaves import needs_grad
+from unisono.modules import Leaves
+from unisono.modules.leaves import needs_grad
 
 
 class Frozen:

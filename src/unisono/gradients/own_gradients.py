@@ -10,10 +10,10 @@ from torch import Tensor
 
 from unisono.errors import UnsupportedError
 from unisono.gradients.accumulation import Weighting
+from unisono.modules.leaves import Leaves, show_gradients
+from unisono.modules.mirrors import Mirrors
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
-from unisono.variables.leaves import Leaves, show_gradients
-from unisono.variables.mirrors import Mirrors
 
 
 def reduce_own(

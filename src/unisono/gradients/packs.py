@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from unisono.devices import Device
+from unisono.modules import Leaves
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import Line, best_bytes_per_pack, group_by_bytes
 from unisono.reductions import CrossDeviceOps
 from unisono.values import PerReplica, components_of
-from unisono.variables import Leaves
 
 # A parameter, and the gradient that each replica has of it.
 Present = tuple[Leaves, list[Tensor]]

@@ -13,6 +13,7 @@ from torch import Tensor
 from unisono.arguments import check_instance, in_words
 from unisono.devices import Device, this_machine
 from unisono.errors import UnsupportedError
+from unisono.modules.leaves import AnyVariable
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.variables.writes import Write
 
@@ -173,7 +174,7 @@ class VariablePolicy:
             )
 
 
-class HasPolicy:
+class HasPolicy(AnyVariable):
     """What can be asked of everything that has a policy."""
 
     __slots__ = ()

@@ -21,29 +21,29 @@ from torch.optim import optimizer as hooks
 
 from unisono.contexts import ReplicaContext, current_replica, entered
 from unisono.errors import ContextError
-from unisono.options import ReduceOp
-from unisono.sharing import computed_once
-from unisono.torch_private import no_torch_function
-from unisono.values import PerReplica, as_tensor
-from unisono.variables.for_all import do_once, for_all
-from unisono.variables.front import Front, plain_class
-from unisono.variables.leaves import (
+from unisono.modules.for_all import do_once, for_all
+from unisono.modules.front import Front, plain_class
+from unisono.modules.leaves import (
     clear,
     clear_gradients,
     give_gradients,
     show_current_gradients,
     spread,
 )
-from unisono.variables.mirrors import Mirrors
-from unisono.variables.optimizer_tables import parameters_of, set_table, tensors_in
-from unisono.variables.owners import Found, found_of, give_to, mirrors_of, owner_of
-from unisono.variables.updates import (
+from unisono.modules.mirrors import Mirrors
+from unisono.modules.optimizer_tables import parameters_of, set_table, tensors_in
+from unisono.modules.owners import Found, found_of, give_to, mirrors_of, owner_of
+from unisono.modules.updates import (
     Settings,
     is_plain,
     update_as,
     update_in_shares,
     watch_updates,
 )
+from unisono.options import ReduceOp
+from unisono.sharing import computed_once
+from unisono.torch_private import no_torch_function
+from unisono.values import PerReplica, as_tensor
 
 _scaler_lock = threading.Lock()
 

@@ -23,12 +23,12 @@ from torch.optim import optimizer
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError
+from unisono.modules.leaves import Leaves
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function_of_subclasses
-from unisono.variables.leaves import Leaves
 
 if TYPE_CHECKING:
-    from unisono.variables.mirrors import Mirrors
+    from unisono.modules.mirrors import Mirrors
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import ContextError, UnsupportedError
+from unisono.modules.leaves import Mark, variable_of
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once, in_place_of
-from unisono.variables.leaves import Mark, variable_of
 
 T = TypeVar("T", bound=Callable[..., Any])
 

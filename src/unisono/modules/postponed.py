@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import CommunicationError
+from unisono.modules.updates import UpdatesAtOnce
 from unisono.torch_private import (
     TorchDispatchMode,
     dispatch_keys,
@@ -29,15 +30,10 @@ from unisono.torch_private import (
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-class Postponed:
-    """The update of one strategy that waits, if there is one. In a run, it is entered.
-
-    Attributes:
-        is_on: Whether an update may wait, which an elastic job decides.
-    """
+class Postponed(UpdatesAtOnce):
+    """The update of one strategy that waits, if there is one. In a run, it is entered."""
 
     def __init__(self) -> None:
-        self.is_on = False
         self._update: Callable[[], None] | None = None
         # Where the memory of what it reads or writes begins.
         self._addresses: list[int] = []

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.modules.attributes import raw
+from unisono.modules.leaves import Leaves, VariableLeaves, fit_for_training
+from unisono.modules.metric_notes import is_clone, is_metric
+from unisono.modules.mirrors import Mirrors
+from unisono.modules.optimizer_tables import groups_of, tensors_in
 from unisono.torch_private import copy_each
-from unisono.variables.attributes import raw
-from unisono.variables.leaves import Leaves, VariableLeaves, fit_for_training
-from unisono.variables.metrics import is_clone, is_metric
-from unisono.variables.mirrors import Mirrors
-from unisono.variables.optimizer_tables import groups_of, tensors_in
 
 _CONTAINERS = (list, dict, set)
 _SEQUENCES = (list, tuple, set, deque)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import ContextError
+from unisono.modules.attributes import Contents, are_same
+from unisono.modules.optimizer_tables import tables_in, tensors_in
 from unisono.values import version_of
-from unisono.variables.attributes import Contents, are_same
-from unisono.variables.optimizer_tables import tables_in, tensors_in
 
 if TYPE_CHECKING:
-    from unisono.variables.mirrors import Mirrors
+    from unisono.modules.mirrors import Mirrors
 
 
 class SeenState(defaultdict[Any, Any]):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.variables.front import plain_class
+from unisono.modules.front import plain_class
 
 Groups = list[dict[str, Any]]
 

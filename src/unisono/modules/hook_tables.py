@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.contexts import ReplicaContext, current_replica
+from unisono.modules.attributes import raw
 from unisono.sharing import computed_once, in_place_of
 from unisono.torch_private import no_torch_function
-from unisono.variables.attributes import raw
 
 if TYPE_CHECKING:
-    from unisono.variables.front import Mirror
-    from unisono.variables.mirrors import Mirrors
+    from unisono.modules.front import Mirror
+    from unisono.modules.mirrors import Mirrors
 
 _TABLES = [name for name, held in vars(nn.Module()).items() if type(held) is OrderedDict]
 _REGISTER = [name for name in vars(nn.Module) if "register_" in name and name.endswith("_hook")]

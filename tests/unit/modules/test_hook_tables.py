@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 import unisono as uo
 from unisono.errors import ContextError
-from unisono.variables import hook_tables
-from unisono.variables.attributes import raw
+from unisono.modules import hook_tables
+from unisono.modules.attributes import raw
 from unit.gradients.test_own_gradients import trained
-from unit.variables.test_once_calls import Program, X, Y, loss, same, split
+from unit.modules.test_once_calls import Program, X, Y, loss, same, split
 
 Make = Callable[..., uo.MirroredStrategy]
 

@@ -22,16 +22,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
+from unisono.modules.attributes import raw
+from unisono.modules.front import mirror_of
+from unisono.modules.leaves import variable_of
+from unisono.modules.mirrors import Mirrors
+from unisono.modules.once_calls import reduce_hidden
+from unisono.modules.optimizer_tables import parameters_of
+from unisono.modules.owners import owner_of
+from unisono.modules.torch_calls import is_of_another
+from unisono.modules.updates import watch_updates
 from unisono.sharing import computed_once, in_place_of
-from unisono.variables.attributes import raw
-from unisono.variables.front import mirror_of
-from unisono.variables.leaves import variable_of
-from unisono.variables.mirrors import Mirrors
-from unisono.variables.once_calls import reduce_hidden
-from unisono.variables.optimizer_tables import parameters_of
-from unisono.variables.owners import owner_of
-from unisono.variables.torch_calls import is_of_another
-from unisono.variables.updates import watch_updates
 
 # The number of the replica that made a parameter, module, scheduler or scaler in a step.
 _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -25,11 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from unisono.errors import ReplicaMismatchError, UnequalCollectivesError, UnsupportedError, add_note
-from unisono.reductions import Workers
-from unisono.tracing import span
-from unisono.variables.attributes import Contents, are_same, raw
-from unisono.variables.leaves import fit_for_training
-from unisono.variables.statistics import (
+from unisono.modules.attributes import Contents, are_same, raw
+from unisono.modules.leaves import fit_for_training
+from unisono.modules.statistics import (
     Flat,
     LooseBuffer,
     Written,
@@ -37,6 +35,8 @@ from unisono.variables.statistics import (
     combined_of,
     is_like,
 )
+from unisono.reductions import Workers
+from unisono.tracing import span
 
 Named = dict[str, Tensor | None]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from unisono.variables.attributes import are_same
-from unisono.variables.leaves import Leaves, VariableLeaves
-from unisono.variables.optimizer_tables import parameters_of
+from unisono.modules.attributes import are_same
+from unisono.modules.leaves import Leaves, VariableLeaves
+from unisono.modules.optimizer_tables import parameters_of
 
 if TYPE_CHECKING:
-    from unisono.variables.mirrors import Mirrors
+    from unisono.modules.mirrors import Mirrors
 
 
 class Found(NamedTuple):
