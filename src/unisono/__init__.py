@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         InputReplicationMode,
         TensorSpec,
     )
+    from unisono.modules import once
     from unisono.options import ReduceOp, VariableAggregation
     from unisono.reductions import (
         CrossDeviceOps,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
         StrategyExtended,
     )
     from unisono.values import DistributedValues, Mirrored, PerReplica
-    from unisono.variables import Variable, VariableSynchronization, once
+    from unisono.variables import Variable, VariableSynchronization
     from unisono.workers import MultiWorkerMirroredStrategy
 
 __version__ = "0.1.0"

@@ -21,13 +21,14 @@ from unisono.contexts import CrossReplicaContext, current_replica, entered, get_
 from unisono.devices import Device, cpu_slots
 from unisono.errors import ContextError, UnsupportedError
 from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
+from unisono.modules import variable_of
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.reductions import destinations_of, listed_pairs
 from unisono.strategies.combining import concatenate
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.worker import WorkerReplicas
 from unisono.values import DistributedValues, Mirrored, flatten, select_replica
-from unisono.variables import Component, Variable, variable_of
+from unisono.variables import Component, Variable
 
 
 class StrategyExtended(WorkerReplicas):

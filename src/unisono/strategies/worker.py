@@ -18,13 +18,13 @@ from unisono.devices import Device, replica_devices, this_machine
 from unisono.engines import ThreadState
 from unisono.errors import ContextError
 from unisono.gradients import GradientReducer, Reduction
+from unisono.modules import Leaves, Mirrors, merge, undone, watch_torch
+from unisono.modules.leaves import hide_cleared
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
 from unisono.reductions import CrossDeviceOps, Prices, Workers, predicted_cost
 from unisono.strategies.counting import Counting
 from unisono.strategies.runner import Capturable, Runner, Step
 from unisono.tracing import span
-from unisono.variables import Leaves, Mirrors, merge, undone, watch_torch
-from unisono.variables.leaves import hide_cleared
 
 if TYPE_CHECKING:
     from unisono.hooks import WorkersGroup

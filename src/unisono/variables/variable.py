@@ -24,11 +24,11 @@ from unisono.contexts import (
 from unisono.devices import this_machine
 from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.kernels import check_layout
+from unisono.modules.creation import let_optimizers_take_variables
+from unisono.modules.leaves import VariableLeaves, remember
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike, components_of
-from unisono.variables.creation import let_optimizers_take_variables
-from unisono.variables.leaves import VariableLeaves, remember
 from unisono.variables.policy import (
     HasPolicy,
     VariableSynchronization,

@@ -28,9 +28,9 @@ from unisono.errors import (
     UnequalCollectivesError,
     UnsupportedError,
 )
+from unisono.modules import Snapshot
 from unisono.reductions import CrossDeviceOps, dealt
 from unisono.values import PerReplica, flatten, map_leaves
-from unisono.variables import Snapshot
 from unisono.workers.elastic.leaving import Departures, account
 from unisono.workers.elastic.results import Told, packed, unpacked
 from unisono.workers.elastic.values import (

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from unisono.devices import this_machine
 from unisono.errors import UnsupportedError
+from unisono.modules.leaves import VariableLeaves, fit_for_training, remember, with_own_gradients
 from unisono.reductions import ReplicaLayout
-from unisono.variables.leaves import VariableLeaves, fit_for_training, remember, with_own_gradients
 from unisono.variables.writes import Write
 
 if TYPE_CHECKING:

@@ -21,6 +21,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import CommunicationError
+from unisono.modules.attributes import parts_of, raw, refill
+from unisono.modules.leaves import Leaves, VariableLeaves, fit_for_training
+from unisono.modules.metrics import is_clone, is_metric
+from unisono.modules.owners import groups_of, tensors_in
 from unisono.torch_private import (
     TorchDispatchMode,
     copy_each,
@@ -30,13 +34,9 @@ from unisono.torch_private import (
     pytree,
     with_dispatch_keys,
 )
-from unisono.variables.attributes import parts_of, raw, refill
-from unisono.variables.leaves import Leaves, VariableLeaves, fit_for_training
-from unisono.variables.metrics import is_clone, is_metric
-from unisono.variables.owners import groups_of, tensors_in
 
 if TYPE_CHECKING:
-    from unisono.variables.mirrors import Mirrors
+    from unisono.modules.mirrors import Mirrors
 
 _SEQUENCES = (list, tuple, set, deque)
 _NOT_STEPPED = (nn.Module, Optimizer)

@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, entered
 from unisono.errors import ContextError, ReplicaMismatchError
+from unisono.modules.attributes import Contents, are_same
+from unisono.modules.front import plain_class
+from unisono.modules.leaves import Leaves, with_own_gradients
+from unisono.modules.owners import Groups, groups_of, state_of, tables_in, tensors_in
 from unisono.torch_private import no_torch_function
-from unisono.variables.attributes import Contents, are_same
-from unisono.variables.front import plain_class
-from unisono.variables.leaves import Leaves, with_own_gradients
-from unisono.variables.owners import Groups, groups_of, state_of, tables_in, tensors_in
 
 if TYPE_CHECKING:
     from unisono.reductions import Workers

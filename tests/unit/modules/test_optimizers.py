@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from unit.modules.one_weight import Setup, X
 
 import unisono as uo
-from unit.variables.one_weight import Setup, X
 
 Make = Callable[..., uo.MirroredStrategy]
 

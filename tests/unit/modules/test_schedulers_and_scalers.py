@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import lr_scheduler
+from unit.modules.one_weight import Setup
 
 import unisono as uo
-from unit.variables.one_weight import Setup
 
 Make = Callable[..., uo.MirroredStrategy]
 

@@ -14,17 +14,17 @@ from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 from unisono.contexts import current_replica
 from unisono.errors import UnsupportedError
+from unisono.modules.attributes import raw
+from unisono.modules.for_all import once
+from unisono.modules.leaves import clear
+from unisono.modules.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
+from unisono.modules.mirrors import Mirrors
+from unisono.modules.once_calls import make_once
+from unisono.modules.outsiders import check_call, note_maker, refuse_outsiders
+from unisono.modules.owners import owner_of, parameters_of
+from unisono.modules.torch_calls import watch_calls
 from unisono.sharing import LiveSet, computed_once, in_place_of
-from unisono.variables.attributes import raw
-from unisono.variables.for_all import once
-from unisono.variables.leaves import clear
-from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
-from unisono.variables.mirrors import Mirrors
-from unisono.variables.once_calls import make_once
-from unisono.variables.outsiders import check_call, note_maker, refuse_outsiders
-from unisono.variables.owners import owner_of, parameters_of
 from unisono.variables.policy import HasPolicy
-from unisono.variables.torch_calls import watch_calls
 
 
 class _Scopes(threading.local):

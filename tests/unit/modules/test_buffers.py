@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from unit.variables.made import number, replica_id
 from worker_threads import communicator_of, on_strategies
 
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnequalCollectivesError
-from unit.variables.made import number, replica_id
 
 Make = Callable[..., uo.MirroredStrategy]
 

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from unisono.errors import ContextError, UnsupportedError
+from unisono.modules.attributes import TABLES_OF_OWN, Attributes, Contents, raw
+from unisono.modules.buffers import Buffers
+from unisono.modules.front import Fronts, Mirror, Redirect, plain_class, set_classes
+from unisono.modules.leaves import Leaves, catch_up, fit_for_training, needs_grad, spread
+from unisono.modules.metrics import Metrics
+from unisono.modules.owners import give_to, owner_of
+from unisono.modules.shared_tensors import SharedTensors
+from unisono.modules.snapshot import Postponed
+from unisono.modules.torch_calls import HookTables, synchronized
+from unisono.modules.updates import GroupCopies
+from unisono.modules.written import Watch, let_data_be_watched
 from unisono.reductions import Workers
-from unisono.variables.attributes import TABLES_OF_OWN, Attributes, Contents, raw
-from unisono.variables.buffers import Buffers
-from unisono.variables.front import Fronts, Mirror, Redirect, plain_class, set_classes
-from unisono.variables.leaves import Leaves, catch_up, fit_for_training, needs_grad, spread
-from unisono.variables.metrics import Metrics
-from unisono.variables.owners import give_to, owner_of
-from unisono.variables.shared_tensors import SharedTensors
-from unisono.variables.snapshot import Postponed
-from unisono.variables.torch_calls import HookTables, synchronized
-from unisono.variables.updates import GroupCopies
-from unisono.variables.written import Watch, let_data_be_watched
 
 T = TypeVar("T")
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from unit.variables.made import replica_id
 from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ContextError
-from unisono.variables.outsiders import _owner_of
-from unit.variables.made import replica_id
+from unisono.modules.outsiders import _owner_of
 
 Make = Callable[..., uo.MirroredStrategy]
 

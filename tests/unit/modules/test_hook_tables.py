@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
+from unit.gradients.test_own_gradients import trained
+from unit.modules.test_once_calls import Program, X, Y, loss, same, split
 
 import unisono as uo
 from unisono.errors import ContextError
-from unisono.variables import torch_calls
-from unisono.variables.attributes import raw
-from unit.gradients.test_own_gradients import trained
-from unit.variables.test_once_calls import Program, X, Y, loss, same, split
+from unisono.modules import torch_calls
+from unisono.modules.attributes import raw
 
 Make = Callable[..., uo.MirroredStrategy]
 

@@ -13,10 +13,10 @@ import torch
 from on_replica import replica_id
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from unit.modules.test_once_calls import Program, X, Y, check_weights, split
 
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
-from unit.variables.test_once_calls import Program, X, Y, check_weights, split
 
 Make = Callable[..., uo.MirroredStrategy]
 
