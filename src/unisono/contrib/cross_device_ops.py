@@ -11,12 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from unisono.arguments import check_int, in_words
-from unisono.devices import DeviceLike
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackingRule, SmallGroups
 from unisono.reductions import (
-    AccumulationFn,
     CrossDeviceOps,
     Destinations,
     HierarchicalCopyAllReduce,
@@ -67,7 +65,7 @@ class ContribOps(CrossDeviceOps):
         """See `CrossDeviceOps.reduce`; `destinations` may be a list of device names, too.
 
         Returns:
-            A `Mirrored`, also for one device.
+            A `Mirrored`, also for one device. The same holds for the other methods.
         """
         targets = listed_destinations(destinations)
         return always_mirrored(
@@ -80,11 +78,7 @@ class ContribOps(CrossDeviceOps):
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
-        """See `CrossDeviceOps.batch_reduce`; destinations may be lists of device names, too.
-
-        Returns:
-            A list of `Mirrored`, in the order of the pairs.
-        """
+        """See `CrossDeviceOps.batch_reduce`; destinations may be lists of device names, too."""
         pairs = [
             (value, listed_destinations(to)) for value, to in listed_pairs(value_destination_pairs)
         ]
@@ -95,11 +89,7 @@ class ContribOps(CrossDeviceOps):
         ]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
-        """See `CrossDeviceOps.broadcast`; `destinations` may be a list of device names, too.
-
-        Returns:
-            A `Mirrored`, also for one device.
-        """
+        """See `CrossDeviceOps.broadcast`; `destinations` may be a list of device names, too."""
         targets = listed_destinations(destinations)
         return always_mirrored(super().broadcast(tensor, targets), targets)
 
@@ -122,11 +112,7 @@ def is_one_by_one(ops: CrossDeviceOps) -> bool:
 
 
 class InStrategy(CrossDeviceOps):
-    """Lets a strategy reduce with operations that are called as their pages say.
-
-    Args:
-        ops: The operations. Their methods are called with the arguments that their pages name.
-    """
+    """Lets a strategy reduce with operations that are called with the arguments on their pages."""
 
     def __init__(self, ops: ContribOps) -> None:
         self._ops = ops
@@ -254,9 +240,5 @@ class AllReduceCrossDeviceOps(DelegatingOps):
 class ReductionToOneDeviceCrossDeviceOps(DelegatingOps):
     """`ReductionToOneDevice` as it was called in `tf.contrib.distribute`."""
 
-    def __init__(
-        self,
-        reduce_to_device: DeviceLike | None = None,
-        accumulation_fn: AccumulationFn | None = None,
-    ) -> None:
-        super().__init__(ReductionToOneDevice(reduce_to_device, accumulation_fn))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(ReductionToOneDevice(*args, **kwargs))

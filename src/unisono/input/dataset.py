@@ -144,7 +144,11 @@ class DistributedDataset(DistributedInput):
 
 
 class ArrayDataset(TensorDataset):
-    """The rows of a nested structure of arrays. The arrays are shared, not copied."""
+    """The rows of an array, or of a tuple, list or dict of `arrays`, which are not copied.
+
+    >>> ArrayDataset({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 1]})[1]
+    {'x': tensor([3., 4.]), 'y': tensor(1)}
+    """
 
     def __init__(self, arrays: Any) -> None:
         self._tree, leaves = take_apart(arrays, is_column)
@@ -167,10 +171,4 @@ class ArrayDataset(TensorDataset):
         return self._tree.build([tensor[index] for tensor in self.tensors])
 
 
-def numpy_dataset(arrays: Any) -> ArrayDataset:
-    """Makes a dataset of the rows of an array, or of a tuple, list or dict of arrays.
-
-    >>> numpy_dataset({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 1]})[1]
-    {'x': tensor([3., 4.]), 'y': tensor(1)}
-    """
-    return ArrayDataset(arrays)
+numpy_dataset = ArrayDataset

@@ -13,9 +13,9 @@ from unisono.modules.leaves import (
     variable_of,
 )
 from unisono.modules.mirrors import Mirrors
-from unisono.modules.optimizer_tables import groups_of
 from unisono.modules.outsiders import check_backward
-from unisono.modules.updates import Settings, sets_groups, watch_updates
+from unisono.modules.owners import groups_of
+from unisono.modules.updates import Settings, sets_groups
 
 __all__ = [
     "TORCH_TABLES",
@@ -39,5 +39,4 @@ __all__ = [
     "sets_groups",
     "variable_of",
     "watch_torch",
-    "watch_updates",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -61,7 +60,6 @@ class ScheduledOps(CrossDeviceOps):
     def __init__(self) -> None:
         self._routes: dict[tuple[Ends, int, Machine], Route] = {}
         self._are_one_sum: dict[tuple[Ends, Machine], bool] = {}
-        self._lock = threading.Lock()
 
     def root(self, ends: Ends) -> Device:
         """Returns the device that reduces sparse values, and values that go to other devices."""
@@ -108,31 +106,23 @@ class ScheduledOps(CrossDeviceOps):
 
     def route(self, ends: Ends, turn: int = 0) -> Route:
         """Returns the route between `ends`, which is cached."""
-        key = ends, turn, this_machine()
-        route = self._routes.get(key)
-        if route is None:
-            with self._lock:
-                route = self._routes.setdefault(key, self._make_route(ends, turn))
-        return route
-
-    def _make_route(self, ends: Ends, turn: int) -> Route:
-        from unisono.algorithms import make_plan
-
         machine = this_machine()
-        root = self.root(ends)
-        places = self._places(ends)
-        plan = make_plan(
-            self.schedule(ends, places, turn),
-            len(ends.sources),
-            tuple(machine.memory(place) for place in places),
-            tuple(places.index(device) for device in ends.destinations),
-        )
-        return Route(
-            plan,
-            tuple(machine.torch_device(place) for place in places),
-            machine.torch_device(root),
-            tuple(machine.torch_device(device) for device in ends.destinations),
-        )
+        route = self._routes.get((ends, turn, machine))
+        if route is None:
+            from unisono.algorithms import make_plan
+
+            places = self._places(ends)
+            plan = make_plan(
+                self.schedule(ends, places, turn),
+                len(ends.sources),
+                tuple(map(machine.memory, places)),
+                tuple(map(places.index, ends.destinations)),
+            )
+            on = tuple(map(machine.torch_device, places))
+            outputs = tuple(map(machine.torch_device, ends.destinations))
+            route = Route(plan, on, machine.torch_device(self.root(ends)), outputs)
+            self._routes[ends, turn, machine] = route
+        return route
 
     def _places(self, ends: Ends) -> tuple[Device, ...]:
         others = dict.fromkeys((self.root(ends), *ends.destinations))
@@ -162,12 +152,11 @@ class ScheduledOps(CrossDeviceOps):
         for i, tensors in read.items():
             what = "The value" if indices is None else f"Value {indices[i]} of the batch"
             check_replicas(op, tensors, what)
-        route = self.route(ends)
         dense = {}
         for i, tensors in read.items():
             sparse = sum(is_sparse(tensor) for tensor in tensors)
             if sparse == len(tensors):
-                results[i] = _reduce_sparse(op, tensors, route)
+                results[i] = _reduce_sparse(op, tensors, self.route(ends))
             else:
                 dense[i] = tuple(t.to_dense() for t in tensors) if sparse else tensors
         if dense:

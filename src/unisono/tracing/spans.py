@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from typing_extensions import Self
 
 from unisono.errors import ContextError
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from unisono.tracing.lock_waits import LockWaits
     from unisono.tracing.recorder import Recorder
 

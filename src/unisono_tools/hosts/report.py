@@ -17,8 +17,8 @@ import torch
 from torch import distributed
 from torch.cuda import nccl
 
-from unisono.communicators import Layout
 from unisono.communicators.choice import choose
+from unisono.communicators.hosts import Layout
 from unisono.costs import BYTES_PER_PACK, Tuning, current_tuning, tuning_path
 from unisono.devices import (
     Device,

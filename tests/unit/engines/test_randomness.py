@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -290,3 +291,38 @@ def test_a_checkpoint_draws_the_same_mask_again(mirrored: Make, use_reentrant: b
         return torch.equal(y.detach(), x.grad)
 
     assert mirrored().run(step) is True
+
+
+class Double(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any) -> Any:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 2
+
+
+def test_operators_that_call_functions_are_found_on_replicas(mirrored: Make) -> None:
+    strategy = mirrored()
+    x = torch.arange(4.0)
+    double: Any = Double.apply
+
+    def step() -> Any:
+        return torch.func.vmap(torch.func.grad(lambda one: double(one).square()))(x)
+
+    class Made(HigherOrderOperator):
+        def __call__(self, *args: Any) -> Any:
+            return super().__call__(*args)  # type: ignore[no-untyped-call]
+
+    assert all(torch.equal(one, 8 * x) for one in strategy.run(step).values)
+    made: Any = Made("unisono_test_made")  # type: ignore[no-untyped-call]
+    made.py_impl(torch._C.DispatchKey.AutogradCPU)(lambda fn, given: fn(given))
+    found = strategy.run(lambda: made(torch.neg, x))
+    assert all(torch.equal(one, -x) for one in found.values)

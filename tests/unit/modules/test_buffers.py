@@ -56,7 +56,11 @@ def replace(module: Any) -> None:
     module.buffer = module.buffer + number()
 
 
-WRITES = [add, add_through_data, replace]
+def replace_data(module: Any) -> None:
+    module.buffer.data = module.buffer + number()
+
+
+WRITES = [add, add_through_data, replace, replace_data]
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -76,7 +80,7 @@ def test_others_are_those_of_replica_0(mirrored: Make) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5,), (1 << 15,), (200, 200)], ids=str)
-@pytest.mark.parametrize("write", [add, replace])
+@pytest.mark.parametrize("write", [add, replace, replace_data])
 def test_large_buffers_too(
     mirrored: Make, shape: tuple[int, ...], write: Callable[[Any], None]
 ) -> None:

@@ -182,3 +182,20 @@ def test_a_container_that_cannot_be_copied_is_shared(mirrored: Make) -> None:
     model = model_with(strategy, held)
 
     assert strategy.run(lambda: model.held is held) is True
+
+
+class Uncounted(tuple[Any, ...]):
+    """As the irreducible representations of e3nn are."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_whose_class_forbids_its_length_is_shared(mirrored: Make) -> None:
+    strategy = mirrored()
+    held = Uncounted((1, Uncounted((2, 3))))
+    model = model_with(strategy, held)
+
+    assert strategy.run(lambda: model.held is held) is True
+    model.held = other = Uncounted((1, 2))
+    assert strategy.run(lambda: model.held is other) is True

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional
 from worker_threads import on_strategies
 
 import unisono as uo
@@ -303,3 +304,34 @@ def test_modules_that_functional_call_puts_tensors_into(mirrored: Make, where: s
         return
     found = strategy.experimental_local_results(strategy.run(step))
     assert [one.item() for one in found] == [2.0, 4.0]
+
+
+@pytest.mark.parametrize("use", ["module", "parameters", "clipping"])
+def test_a_list_that_a_step_fills_with_the_copies_of_its_replica(mirrored: Make, use: str) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 1))
+    kept: list[Any] = []
+
+    def step() -> None:
+        if not kept and replica_id() == 0:
+            kept.extend(model if use == "module" else model.parameters())
+        uo.once(lambda: None)
+        uses: dict[str, Any] = {
+            "module": lambda: kept[0](X),
+            "parameters": lambda: functional.linear(X, *kept),
+            "clipping": lambda: model(X),
+        }
+        uses[use]().sum().backward()
+        if use == "clipping":
+            nn.utils.clip_grad_norm_(kept, 0.1)
+
+    with pytest.raises(ContextError, match=r"that another replica has\. .* before `run`"):
+        strategy.run(step)
+
+    # What it says works.
+    model.zero_grad()
+    kept[:] = model if use == "module" else model.parameters()
+    strategy.run(step)
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+    assert norm.item() == pytest.approx(0.1 if use == "clipping" else 3**0.5, rel=1e-4)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import unisono as uo
 from unisono.errors import CommunicationError
-from unisono.modules.postponed import Postponed
+from unisono.modules.snapshot import Postponed
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Many tensors in few flat buffers and back, and the rules that say which tensors share a buffer.
+"""Many tensors in few flat buffers and back, which tensors share a buffer, and how large it is.
 
 A rule is a pure function of sizes, so every replica makes the same packs.
 """
@@ -16,6 +16,14 @@ from torch import Tensor
 
 from unisono.errors import UnsupportedError
 from unisono.torch_private import copy_each, flatten_each, views_like
+
+# Without constants: small enough that the first packs are reduced early in the pass, large enough
+# that there are few.
+BYTES_PER_PACK = 4 << 20
+# For smaller packs, costs that the model leaves out matter: hooks, threads that wake up.
+_LEAST_BYTES = 64 << 10
+# A size at which latencies do not matter.
+_FAR_BYTES = 1 << 40
 
 
 class Segment(NamedTuple):
@@ -93,11 +101,8 @@ class PackLayout:
         if self._are_whole:
             return [flatten_each([tensors[i].detach() for i in own]) for own in self._members]
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
-        return [self._pack(segments, flat) for segments in self.packs]
-
-    def _pack(self, segments: tuple[Segment, ...], flat: list[Tensor]) -> Tensor:
-        pieces = [flat[tensor][start:stop] for tensor, start, stop in segments]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        pieces = [[flat[i][start:stop] for i, start, stop in pack] for pack in self.packs]
+        return [one[0] if len(one) == 1 else torch.cat(one) for one in pieces]
 
     @functools.cached_property
     def _are_whole(self) -> bool:
@@ -191,8 +196,7 @@ def group_small(is_small: Sequence[bool], max_group: int) -> list[list[int]]:
     """
     runs: list[list[int]] = []
     for index, small in enumerate(is_small):
-        joins = small and index > 0 and is_small[index - 1] and len(runs[-1]) < max_group
-        if joins:
+        if small and index > 0 and is_small[index - 1] and len(runs[-1]) < max_group:
             runs[-1].append(index)
         else:
             runs.append([index])
@@ -221,15 +225,11 @@ class NumPacks(PackingRule):
     num_packs: int
 
     def layout(self, specs: Sequence[Spec]) -> PackLayout:
-        splits = [
-            PackLayout.of_splits(
-                specs,
-                group,
-                split_evenly(sum(specs[i].num_elements for i in group), self.num_packs),
-            )
-            for group in by_dtype(specs, range(len(specs)))
-        ]
-        return PackLayout(tuple(specs), tuple(pack for one in splits for pack in one.packs))
+        packs: list[tuple[Segment, ...]] = []
+        for group in by_dtype(specs, range(len(specs))):
+            sizes = split_evenly(sum(specs[i].num_elements for i in group), self.num_packs)
+            packs += PackLayout.of_splits(specs, group, sizes).packs
+        return PackLayout(tuple(specs), tuple(packs))
 
 
 @dataclass(frozen=True)
@@ -264,3 +264,36 @@ class BytesPerPack(PackingRule):
         sizes = [spec.num_bytes for spec in reversed(specs)]
         groups = group_by_bytes(sizes, self.bytes_per_pack)
         return PackLayout.of_groups(specs, [[last - i for i in group] for group in groups])
+
+
+class Line(NamedTuple):
+    """Seconds as a linear function of bytes."""
+
+    latency: float
+    per_byte: float
+
+    @classmethod
+    def through(cls, seconds: Callable[[float], float]) -> Line:
+        """Returns the line from an empty tensor to a huge one, given the seconds for some bytes."""
+        latency = seconds(0)
+        return cls(latency, (seconds(_FAR_BYTES) - latency) / _FAR_BYTES)
+
+    def seconds(self, num_bytes: float) -> float:
+        """Returns the seconds for this number of bytes."""
+        return self.latency + self.per_byte * num_bytes
+
+
+def best_bytes_per_pack(cost: Line | None, total_bytes: int) -> int:
+    """Returns the best size of packs for the gradients of a model.
+
+    A pack costs a latency `a` and `b` seconds per byte. N bytes of gradients in packs of m bytes
+    cost N / m latencies. The last pack is full when the backward pass ends, so its m b seconds
+    overlap with nothing. N / m a + m b is least for m = sqrt(N a / b).
+
+    Args:
+        cost: The cost of reducing a pack, or None if it is not known.
+        total_bytes: The gradients of one replica.
+    """
+    if cost is None or cost.per_byte <= 0:
+        return BYTES_PER_PACK
+    return max(_LEAST_BYTES, round(math.sqrt(total_bytes * cost.latency / cost.per_byte)))

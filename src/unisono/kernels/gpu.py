@@ -1,26 +1,37 @@
-"""Launches the kernel."""
+"""Batches of reductions inside the memory of a GPU, each batch in one launch of a kernel.
+
+The kernel reads a table of addresses:
+
+    row   first block, length, address of each input, address of each output
+
+Items of one dtype, device and number of tensors share a table. The native core reads a tensor in a
+twentieth of the time that Python takes, which matters for many small tensors.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.kernels.gpu.tables import Item, Table, read_in_python, read_tables
+from unisono.kernels.checks import REAL_DTYPES
+from unisono.kernels.native import native_core
 from unisono.kernels.tree import wide_dtype
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once
 from unisono.torch_private import raw_stream
 
-if TYPE_CHECKING:
-    from types import ModuleType
+Item = Sequence[Tensor]
 
 _OPERATIONS = {
     ReduceOp.SUM: 0,
@@ -30,6 +41,9 @@ _OPERATIONS = {
     ReduceOp.MAX: 3,
 }
 _NUM_WARPS = 8
+
+_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_ALIGNMENT = 16
 
 # The tables used last, oldest first, by device, stream and content. Another stream could read a
 # table before it has arrived.
@@ -53,7 +67,7 @@ def triton_status() -> Triton:
     if os.environ.get("UNISONO_TRITON") == "0":
         return Triton("torch: Triton is turned off by UNISONO_TRITON=0")
     try:
-        from unisono.kernels.gpu import sums
+        from unisono.kernels import gpu_sums as sums
     except ImportError as error:
         return Triton(f"torch: Triton is not installed ({error})")
     try:
@@ -170,3 +184,84 @@ def _sent(rows: bytes, device: torch.device) -> Tensor:
         if len(_tables) > _MAX_TABLES:
             del _tables[next(iter(_tables))]
     return table
+
+
+class Table(NamedTuple):
+    """The items of one launch."""
+
+    dtype: str
+    device: int
+    num_inputs: int
+    num_outputs: int
+    num_rows: int
+    num_blocks: int
+    is_aligned: bool
+    rows: bytes
+
+
+def read_tables(
+    op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item], block: int
+) -> list[Table] | None:
+    """Returns the tables of a batch in GPU memory, or None if an item is not supported.
+
+    Supported are contiguous tensors of one shape and dtype on one GPU, but not a mean of integers,
+    whose outputs have another dtype.
+    """
+    reader = native_core().gpu_reader
+    if reader is None:
+        return read_in_python(op, batch, outputs, block)
+    is_mean = op is ReduceOp.MEAN
+    tables = reader.tables("sum" if is_mean else op.value, batch, outputs, is_mean, block)
+    return None if tables is None else [Table(*table) for table in tables]
+
+
+def read_in_python(
+    op: ReduceOp,
+    batch: Sequence[Item],
+    outputs: Sequence[Item],
+    block: int,
+    device_type: str = "cuda",
+) -> list[Table] | None:
+    """Reads the same in Python, without the native core."""
+    found: dict[tuple[torch.dtype, int, int, int], list[tuple[int, list[int]]]] = {}
+    for item, targets in zip(batch, outputs, strict=True):
+        first = item[0]
+        tensors = [*item, *targets]
+        dtype = _reduced_dtype(op, first.dtype)
+        if dtype is None or first.device.type != device_type:
+            return None
+        if not all(_is_like(tensor, first) for tensor in tensors):
+            return None
+        length = first.numel() * (2 if first.is_complex() else 1)
+        own = found.setdefault((dtype, first.device.index or 0, len(item), len(targets)), [])
+        if length:
+            own.append((length, [tensor.data_ptr() for tensor in tensors]))
+    tables = []
+    for (dtype, device, num_inputs, num_outputs), own in found.items():
+        *starts, num_blocks = itertools.accumulate((-(-n // block) for n, _ in own), initial=0)
+        rows = [[start, n, *at] for start, (n, at) in zip(starts, own, strict=True)]
+        numbers = list(itertools.chain(*rows))
+        is_aligned = not any(one % _ALIGNMENT for _, at in own for one in at)
+        data = struct.pack(f"={len(numbers)}q", *numbers)
+        kind = str(dtype).removeprefix("torch."), device, num_inputs, num_outputs
+        tables.append(Table(*kind, len(own), num_blocks, is_aligned, data))
+    return tables
+
+
+def _reduced_dtype(op: ReduceOp, dtype: torch.dtype) -> torch.dtype | None:
+    if dtype in _PARTS:
+        return _PARTS[dtype] if op in (ReduceOp.SUM, ReduceOp.MEAN) else None
+    is_known = dtype in REAL_DTYPES and (dtype.is_floating_point or op is not ReduceOp.MEAN)
+    return dtype if is_known else None
+
+
+def _is_like(tensor: Tensor, first: Tensor) -> bool:
+    return (
+        tensor.dtype == first.dtype
+        and tensor.device == first.device
+        and tensor.layout is torch.strided
+        and tensor.shape == first.shape
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from unisono.communicators.mpi_progress import Progress
+from unisono.communicators.mpi import Progress
 
 
 def test_it_calls_again_and_again_if_the_program_does_not() -> None:

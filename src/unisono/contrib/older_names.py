@@ -73,7 +73,7 @@ def _distribute_dataset(strategy: Strategy, dataset_fn: Callable[[], Any]) -> Pe
     )
 
 
-def aggregate(strategy: Strategy, aggregation: Any, value: Any, destinations: Any) -> Mirrored:
+def reduced(strategy: Strategy, aggregation: Any, value: Any, destinations: Any) -> Mirrored:
     """Does what `strategy.reduce(aggregation, value, destinations)` did: gives a `Mirrored`."""
     warnings.warn(
         "`strategy.reduce(aggregation, value, destinations)` is an older form; write "
