@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono.errors import UnsupportedError
-from unisono.modules import Snapshot
+from unisono.modules.snapshot import Snapshot
 from unisono.values import PerReplica
 from unisono.workers.elastic.results import packed, unpacked
 from unit.workers.lone_worker import relayout, strategy_of
