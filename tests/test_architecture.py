@@ -80,7 +80,7 @@ DOORS = {
 }
 CORE = {package for line in LAYERS for package in line} - {*itertools.chain(*GROUPS.values())}
 # What the program of the README may load.
-MAX_LINES_OF_A_PROGRAM = 22_000
+MAX_LINES_OF_A_PROGRAM = 21_500
 
 # The package itself only collects the public names, so it sees all others.
 SOURCES = sorted({*ROOT.rglob("*.py")} - {ROOT / "__init__.py", *COMMANDS})
