@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._guards import CompileContext
 from torch.backends import cuda, cudnn, mha, mkldnn, nnpack, opt_einsum
+from torch.fx import _symbolic_trace
 from torch.nn import attention
 
 from unisono.contexts import ReplicaContext, current_replica
@@ -36,6 +37,8 @@ def refuse_switches() -> None:
     _refuse_block(torch.profiler.profile, "start", "torch.profiler.profile", _EVERYWHERE)
     own = torch.autograd.profiler.profile
     _refuse_block(own, "__enter__", "torch.autograd.profiler.profile", _EVERYWHERE)
+    # It patches `nn.Module`, and leaves that so if two do it at the same time.
+    _refuse_block(_symbolic_trace, "_new_patcher", "torch.fx.Tracer.trace", _EVERYWHERE)
     for name in ("default_dtype", "float32_matmul_precision"):
         _refuse_change(torch, f"set_{name}", f"torch.set_{name}", getattr(torch, f"get_{name}"))
     _refuse_change(
