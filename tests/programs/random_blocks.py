@@ -12,11 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, jacrev, jvp, vmap
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import (
-    checkpoint,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 WIDTH = 6
 
@@ -159,14 +155,6 @@ def on_host(block: Any, x: Tensor) -> Tensor:
     return out
 
 
-def partly_checked(block: Any, x: Tensor) -> Tensor:
-    saved = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-    out: Tensor = checkpoint(
-        lambda given: torch.tanh(block.layer(given)), x, use_reentrant=False, context_fn=saved
-    )
-    return out
-
-
 def counter(block: Any, x: Tensor) -> Tensor:
     block.num_calls += 1
     block.seen.append(block.num_calls)
@@ -296,7 +284,6 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "jacobian": jacobian,
     "rounded": rounded,
     "on host": on_host,
-    "partly checked": partly_checked,
     "on saved copies": on_saved_copies,
     "checkpoint": functools.partial(checked, is_reentrant=False),
     "reentrant checkpoint": functools.partial(checked, is_reentrant=True),
