@@ -101,7 +101,8 @@ class FeatureProgram:
 
 def optimizer_for(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name in OPTIMIZERS:
-        return OPTIMIZERS[name](parameters)
+        made: torch.optim.Optimizer = OPTIMIZERS[name](parameters)
+        return made
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if name == "momentum" else 0.0)
 
 

@@ -96,7 +96,8 @@ def _watch_batch_norm() -> None:
         return original(*given)
 
     functional.batch_norm = _as_torchs(batch_norm, original)
-    renormalize: Any = functional._no_grad_embedding_renorm_
+    changed: Any = functional
+    renormalize: Any = changed._no_grad_embedding_renorm_
 
     @functools.wraps(renormalize)
     def renormalize_once(weight: Tensor, input: Tensor, max_norm: float, norm_type: float) -> Any:
@@ -112,7 +113,6 @@ def _watch_batch_norm() -> None:
         work = functools.partial(renormalize, shared, rows, max_norm, norm_type)
         return do_once("an embedding with `max_norm`", work)
 
-    changed: Any = functional
     changed._no_grad_embedding_renorm_ = _as_torchs(renormalize_once, renormalize)
 
 
