@@ -16,11 +16,11 @@ from torch import nn
 import unisono as uo
 from unisono.engines.threads import _Board
 from unisono.engines.turns import OneByOne
+from unisono.modules import owners
+from unisono.modules.front import in_front
+from unisono.modules.once_calls import OnceOptimizer
 from unisono.sharing import LiveSet, computed_once
 from unisono.tracing.recorder import Recorder
-from unisono.variables import owners
-from unisono.variables.front import in_front
-from unisono.variables.once_calls import OnceOptimizer
 
 NUM_THREADS = 4
 

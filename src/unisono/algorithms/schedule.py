@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from unisono.algorithms.rounds import Node, children, merged
+from unisono.algorithms.nodes import Node, children, merged
 from unisono.kernels import divide, reduce_batch, undivided, wide_dtype
 from unisono.options import ReduceOp
 from unisono.tracing import span
@@ -150,6 +150,12 @@ class Plan:
     def is_one_sum(self) -> bool:
         """Whether the plan is one sum of all values inside one memory."""
         return len(self.steps) == 1 and isinstance(self.steps[0], Combine)
+
+    def run(
+        self, op: ReduceOp, batch: Sequence[Sequence[Tensor]], places: Sequence[torch.device]
+    ) -> list[tuple[Tensor, ...]]:
+        """Reduces a batch; see `unisono.algorithms.run`."""
+        return run(self, op, batch, places)
 
 
 @functools.lru_cache(maxsize=1024)

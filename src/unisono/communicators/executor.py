@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.algorithms import Node, Rounds, Turn, children, turns_of
+from unisono.algorithms.nodes import Node, children
+from unisono.algorithms.rounds import Rounds, Turn, turns_of
 from unisono.communicators.communicator import slice_of
 from unisono.communicators.link import Collective, Received
 from unisono.kernels import combine_into, divide, undivided, wide_dtype

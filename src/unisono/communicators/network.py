@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.algorithms import Rounds, exchange
+from unisono.algorithms.rounds import Rounds, exchange
 from unisono.communicators.choice import Engine
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.executor import Executor, pieces_of

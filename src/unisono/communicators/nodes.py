@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.algorithms import are_siblings, merged
+from unisono.algorithms.nodes import are_siblings, merged
 from unisono.communicators.communicator import Communicator, as_bytes, slice_of
 from unisono.communicators.headers import HEADER_BYTES, Header, check_gathered
 from unisono.costs import SMALL_BYTES

@@ -15,11 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext
 from unisono.errors import ContextError
+from unisono.modules import Leaves, Mark
+from unisono.modules.for_all import for_all
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once, in_place_of
 from unisono.values import weighed_tensor
-from unisono.variables import Leaves, Mark
-from unisono.variables.for_all import for_all
 
 
 def before_accumulation(leaf: nn.Parameter, hook: Callable[[Any], Any]) -> Callable[[], None]:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.gradients.accumulation import Weighting
+from unisono.modules import Leaves, Mirrors
+from unisono.modules.leaves import show_gradients
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import Line, best_bytes_per_pack, group_by_bytes
 from unisono.reductions import CrossDeviceOps, Workers
 from unisono.values import PerReplica, components_of
-from unisono.variables import Leaves, Mirrors
-from unisono.variables.leaves import show_gradients
 
 # A parameter, and the gradient that each replica has of it.
 Present = tuple[Leaves, list[Tensor]]

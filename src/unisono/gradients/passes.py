@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.devices import Trail
 from unisono.errors import ContextError, UnsupportedError
+from unisono.modules import check_backward
 from unisono.sharing import computed_once, in_place_of
 from unisono.torch_private import bindings
-from unisono.variables import check_backward
 
 
 class Pass:

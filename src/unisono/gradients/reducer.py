@@ -41,11 +41,11 @@ from unisono.gradients.packs import (
     refuse_sparse,
 )
 from unisono.gradients.passes import OwnPass, Pass, Sender, watch_backward_passes
+from unisono.modules import Leaves, Mark, Mirrors
+from unisono.modules.leaves import needs_grad, show_gradients, with_own_gradients
 from unisono.packing import Line
 from unisono.torch_private import no_torch_function
 from unisono.tracing import span
-from unisono.variables import Leaves, Mark, Mirrors
-from unisono.variables.leaves import needs_grad, show_gradients, with_own_gradients
 
 
 class GradientReducer:

@@ -10,13 +10,13 @@ from unisono.contexts import current_replica
 from unisono.errors import ContextError, EndOfInputError
 from unisono.input.prefetch import Prefetcher
 from unisono.input.source.epoch import Epoch, Progress
-from unisono.input.split.own_data import Lockstep, MovingLockstep
 from unisono.input.split.reader import Reader
 from unisono.input.split.splitter import SplitBatch, Splitter
 from unisono.tracing import span
 
 if TYPE_CHECKING:
     from unisono.input.distributed_input import DistributedInput
+    from unisono.input.split.own_data import MovingLockstep
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class DistributedIterator(Iterator[Any]):
         self._has_ended = False
         self._prefetcher: Prefetcher[SplitBatch] | None = None
         self._steps: Iterator[SplitBatch]
+        self._moving: MovingLockstep | None = None
         # All that the sources know of their batches helps to find the samples.
         known = [one.batch_size_after(epoch.progress.num_consumed) for one in epoch.sources]
         sizes = [size for size in known if size is not None]
@@ -71,9 +72,12 @@ class DistributedIterator(Iterator[Any]):
         reader = Reader(dataset.options.batch_dim, sizes, are_stacked=are_stacked)
         splitter = Splitter(dataset.options, reader)
         if epoch.readers.are_apart and dataset.job is not None:
+            from unisono.input.split.own_data import MovingLockstep
+
             # Nothing is drawn ahead, because this worker may get other replicas.
             own, job, note_lost = dataset.parts(epoch, splitter), dataset.job, dataset._note_lost
-            self._steps = MovingLockstep(own, epoch, splitter, placement, job, note_lost)
+            self._moving = MovingLockstep(own, epoch, splitter, placement, job, note_lost)
+            self._steps = self._moving
             return
         size = dataset.options.experimental_per_replica_buffer_size
         # Drawing ahead must change no random number, unless the options insist. Workers that read
@@ -91,6 +95,8 @@ class DistributedIterator(Iterator[Any]):
 
         self._steps = self._prefetcher = Prefetcher(draw, size if is_ahead else 0)
         if epoch.readers.are_apart:
+            from unisono.input.split.own_data import Lockstep
+
             self._steps = Lockstep(self._prefetcher.__next__, epoch, splitter, placement)
 
     @property
@@ -184,8 +190,7 @@ class DistributedIterator(Iterator[Any]):
 
         None where workers read the same, or have come to the end.
         """
-        steps = self._steps
-        return steps.left if isinstance(steps, MovingLockstep) and not self._has_ended else None
+        return None if self._moving is None or self._has_ended else self._moving.left
 
     def close(self) -> None:
         """Ends the epoch early and stops fetching ahead."""

@@ -34,6 +34,8 @@ class NcclAllReduce(AllReduce):
     See `HierarchicalCopyAllReduce` for `num_packs`.
     """
 
+    keeps_to_schedule = False
+
     def __init__(self, num_packs: int | PackingRule = 1) -> None:
         super().__init__(num_packs)
         self._has_said = False

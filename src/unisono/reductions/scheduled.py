@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from unisono.algorithms import Plan, Schedule, make_plan, one_device, run
 from unisono.arguments import check_callable, check_instance
 from unisono.devices import Device, DeviceLike, Machine, resolve, this_machine
 from unisono.errors import UnsupportedError
@@ -18,6 +17,9 @@ from unisono.packing import Line
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pairs, Result, mirrored
 from unisono.reductions.destinations import Destinations
 from unisono.values import DistributedValues, as_tensor, concatenate, is_sparse
+
+if TYPE_CHECKING:
+    from unisono.algorithms import Plan, Schedule
 
 # Values, one tensor per replica in each.
 Batch: TypeAlias = Sequence[tuple[Tensor, ...]]
@@ -52,9 +54,12 @@ class ScheduledOps(CrossDeviceOps):
     """A cross-device operation that follows a schedule."""
 
     reads_values: ClassVar[bool] = True
+    # Whether what is sent is what the schedule says, so that its cost can be predicted.
+    keeps_to_schedule: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._routes: dict[tuple[Ends, int, Machine], Route] = {}
+        self._are_one_sum: dict[tuple[Ends, Machine], bool] = {}
 
     def root(self, ends: Ends) -> Device:
         """Returns the device that reduces sparse values, and values that go to other devices."""
@@ -65,6 +70,8 @@ class ScheduledOps(CrossDeviceOps):
 
         By default, the root reduces all values.
         """
+        from unisono.algorithms import one_device
+
         return one_device(
             len(ends.sources),
             root=places.index(self.root(ends)),
@@ -102,6 +109,8 @@ class ScheduledOps(CrossDeviceOps):
         machine = this_machine()
         route = self._routes.get((ends, turn, machine))
         if route is None:
+            from unisono.algorithms import make_plan
+
             places = self._places(ends)
             plan = make_plan(
                 self.schedule(ends, places, turn),
@@ -157,7 +166,15 @@ class ScheduledOps(CrossDeviceOps):
 
     def is_one_sum(self, ends: Ends) -> bool:
         """Whether all that it does is one sum inside one memory, which the kernels know."""
-        return self.route(ends).plan.is_one_sum
+        machine = this_machine()
+        found = self._are_one_sum.get((ends, machine))
+        if found is None:
+            # Inside one memory, devices send each other nothing that had to be planned.
+            is_inside = len({machine.memory(place) for place in self._places(ends)}) == 1
+            is_default = type(self).schedule is ScheduledOps.schedule
+            found = (is_inside and is_default) or self.route(ends).plan.is_one_sum
+            self._are_one_sum[ends, machine] = found
+        return found
 
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[Any, ...]], ends: Ends
@@ -178,7 +195,7 @@ class ScheduledOps(CrossDeviceOps):
     ) -> list[tuple[Tensor, ...]]:
         """Reduces dense tensors that fit together, and returns one tensor per destination."""
         route = self.route(ends)
-        return run(route.plan, op, batch, route.places)
+        return route.plan.run(op, batch, route.places)
 
 
 def _by_ends(pairs: Pairs) -> dict[Ends, list[int]]:

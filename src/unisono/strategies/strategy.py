@@ -14,12 +14,12 @@ from torch import nn
 from unisono.arguments import check_call, check_instance, check_int, check_optional, in_words
 from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
 from unisono.errors import ContextError, UnsupportedError
+from unisono.modules import bring_in, creating
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.strategies.combining import read_axes, reduce_leaf
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
 from unisono.values import DistributedValues, flatten, select_replica
-from unisono.variables import bring_in, creating
 
 if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver

@@ -18,13 +18,13 @@ from unisono.devices import Device, replica_devices, this_machine
 from unisono.engines import ThreadState
 from unisono.errors import ContextError
 from unisono.gradients import GradientReducer, Reduction
+from unisono.modules import Leaves, Mirrors, merge, watch_torch
+from unisono.modules.leaves import hide_cleared
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
 from unisono.reductions import CrossDeviceOps, Prices, Workers, predicted_cost
 from unisono.strategies.counting import Counting
 from unisono.strategies.runner import Capturable, Runner, Step
 from unisono.tracing import span
-from unisono.variables import Leaves, Mirrors, merge, undone, watch_torch
-from unisono.variables.leaves import hide_cleared
 
 if TYPE_CHECKING:
     from unisono.hooks import WorkersGroup
@@ -216,7 +216,7 @@ class WorkerReplicas:
             return self.counting.regrouped(results)
         idle = [i for i, weight in enumerate(weights) if weight == 0.0]
         try:
-            with undone(self.mirrors, idle) if idle else nullcontext():
+            with _undone(self.mirrors, idle) if idle else nullcontext():
                 results = self.mirrors.call_in_use(fn, run)
             self.mirrors.watch.check()
             self.mirrors.watch.check_parts()
@@ -296,6 +296,13 @@ def _hooking() -> ModuleType:
     from unisono.workers import hooking
 
     return hooking
+
+
+def _undone(mirrors: Mirrors, idle: Sequence[int]) -> AbstractContextManager[None]:
+    """In the block, what replicas without samples do is undone. Few runs have such replicas."""
+    from unisono.modules.snapshot import undone
+
+    return undone(mirrors, idle)
 
 
 def memories_of(

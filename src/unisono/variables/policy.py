@@ -12,6 +12,7 @@ from torch import Tensor
 from unisono.arguments import check_instance, in_words
 from unisono.devices import Device, this_machine
 from unisono.errors import UnsupportedError
+from unisono.modules.leaves import AnyVariable
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.variables.writes import Write
 
@@ -81,7 +82,7 @@ def checked_policy(
     return Policy(synchronization, aggregation, dtype, trainable)
 
 
-class HasPolicy:
+class HasPolicy(AnyVariable):
     """What can be asked of everything that has a policy, and what that lets be written."""
 
     __slots__ = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,11 +23,11 @@ from unisono.contexts import (
 from unisono.devices import this_machine
 from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.kernels import check_layout
+from unisono.modules.leaves import VariableLeaves, remember
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike, components_of
-from unisono.variables.creation import let_optimizers_take_variables
-from unisono.variables.leaves import VariableLeaves, remember
+from unisono.variables.making import MadeOnce, let_optimizers_take_variables
 from unisono.variables.policy import (
     HasPolicy,
     VariableSynchronization,
@@ -39,6 +38,7 @@ from unisono.variables.policy import (
 from unisono.variables.writes import (
     NUMBERS,
     Assignable,
+    Component,
     Write,
     apart_from,
     cast,
@@ -51,24 +51,7 @@ if TYPE_CHECKING:
     from unisono.strategies import Strategy
 
 
-class _MadeOnce(type):
-    """On a replica, making an object is a meeting: replica 0 makes it, and all get that one."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        context = current_replica()
-        make = super().__call__
-        if context is None:
-            return make(*args, **kwargs)
-        return context.merge_call(lambda _: make(*args, **kwargs))
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """The arguments of `__init__`, for `help` and editors."""
-        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_MadeOnce):
+class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=MadeOnce):
     """A tensor with a component on every replica of the strategy that it is made under.
 
     It can be used wherever torch takes a tensor: a replica's code sees its own component, other
@@ -167,6 +150,10 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     def owners(self) -> tuple[int, ...]:
         """The replicas whose components have their own storage: writing to these is enough."""
         return tuple(dict.fromkeys(self._owner_of))
+
+    def components(self) -> list[Component]:
+        """Returns what has a storage, of each of the `owners`, to be written to."""
+        return [Component.of(self._values[owner]) for owner in self.owners]
 
     def select(self, replica_id: int) -> Variable:
         """Returns the variable itself: code on a replica sees its own component of it."""

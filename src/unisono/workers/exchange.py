@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unisono.gradients.packs import Exchange, Pack, Reduction, SparsePack, best_limit, grouped
+from unisono.modules import Leaves, Mirrors, raw
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import Spec, by_dtype
-from unisono.variables import Leaves, Mirrors, raw
 from unisono.workers.across import AcrossWorkers
 from unisono.workers.packs import HookedPack, WorkerPack
 from unisono.workers.replica_hooks import Hook, ReplicaHooks

@@ -12,9 +12,9 @@ from unisono.devices import Trail
 from unisono.gradients.packs import Pack, Reduction, gradients_of
 from unisono.hooks import GradBucket
 from unisono.kernels import reduce_into, tree_reduce, undivided, wide_dtype
+from unisono.modules import Leaves
 from unisono.options import ReduceOp
 from unisono.torch_private import copy_each
-from unisono.variables import Leaves
 from unisono.workers.across import AcrossWorkers
 from unisono.workers.replica_hooks import Hook, ReplicaHooks
 from unisono.workers.terms import Terms, apart_terms, whole_terms

@@ -10,7 +10,7 @@ from processes.harness import run_ranks
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from unisono.algorithms import doubling, exchange, one_step, turns_of
+from unisono.algorithms.rounds import doubling, exchange, one_step, turns_of
 from unisono.communicators.executor import Executor, pieces_of
 from unisono.communicators.headers import HEADER_BYTES, Header
 from unisono.communicators.network import NetworkCommunicator

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from unisono.errors import UnsupportedError
 from unisono.input.options import InputContext
-from unisono.input.source.sources import DRAW_AT_ONCE, loader_like
+from unisono.input.source.sources import DRAW_AT_ONCE, loader_like, sampler_of
 from unisono.sharing import computed_once
 
 _logger = logging.getLogger("unisono")
@@ -118,7 +118,7 @@ def of_all_samples(source: Any) -> Any:
     Of each batch the replicas get their parts, so a sampler that leaves the samples of other
     replicas out would lose them.
     """
-    sampler = _sampler_of(source)
+    sampler = sampler_of(source)
     if sampler is None or sampler.num_replicas == 1:
         return source
     kinds = type(source), type(sampler), type(source.batch_sampler)
@@ -138,7 +138,7 @@ def of_all_samples(source: Any) -> Any:
 
 def check_share(source: Any, context: InputContext) -> None:
     """Raises if a `DistributedSampler` reads another share than that of this worker's pipeline."""
-    sampler = _sampler_of(source)
+    sampler = sampler_of(source)
     if sampler is None:
         return
     own = context.input_pipeline_id, context.num_input_pipelines
@@ -148,14 +148,6 @@ def check_share(source: Any, context: InputContext) -> None:
             f"be lost. Make the sampler with `num_replicas={own[1]}, rank={own[0]}`, which the "
             "`InputContext` has."
         )
-
-
-def _sampler_of(source: Any) -> DistributedSampler[Any] | None:
-    if not isinstance(source, DataLoader):
-        return None
-    inner = getattr(source.batch_sampler, "sampler", None)
-    samplers = (source.sampler, source.batch_sampler, inner)
-    return next((one for one in samplers if isinstance(one, DistributedSampler)), None)
 
 
 def _described(sampler: DistributedSampler[Any]) -> str:

@@ -308,3 +308,12 @@ def as_source(batches: Any) -> Source:
             f"{kind}."
         )
     return IteratorSource(batches) if isinstance(batches, Iterator) else IterableSource(batches)
+
+
+def sampler_of(source: Any) -> DistributedSampler[Any] | None:
+    """Returns the sampler of a loader that gives each replica its own samples, if it has one."""
+    if not isinstance(source, DataLoader):
+        return None
+    inner = getattr(source.batch_sampler, "sampler", None)
+    samplers = (source.sampler, source.batch_sampler, inner)
+    return next((one for one in samplers if isinstance(one, DistributedSampler)), None)

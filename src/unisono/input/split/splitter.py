@@ -136,6 +136,10 @@ class SplitBatch:
         return self.tree.build(list(map(joined, self.leaves, everywhere)))
 
 
+# Draws batches and splits them. Raises `StopIteration` at the end.
+Draw: TypeAlias = Callable[[], SplitBatch]
+
+
 class Splitter:
     """Splits batches as the options say.
 

@@ -28,9 +28,9 @@ from unisono.errors import (
     UnequalCollectivesError,
     UnsupportedError,
 )
+from unisono.modules.snapshot import Postponed, Snapshot
 from unisono.reductions import CrossDeviceOps, dealt
 from unisono.values import PerReplica, flatten, map_leaves
-from unisono.variables import Snapshot
 from unisono.workers.elastic.leaving import Departures, account
 from unisono.workers.elastic.results import Told, packed, unpacked
 from unisono.workers.elastic.values import (
@@ -80,6 +80,7 @@ class ElasticJob(ElasticValues):
         self.generation = members.met.generation
         self._numbers = members.met.members
         self._snapshot = Snapshot(extended.mirrors)
+        self._postponed = extended.mirrors.postponed = Postponed()
         self.variables = KeptVariables()
         extended.mirrors.shared.transact = self.transact
         self._inputs: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -206,7 +207,7 @@ class ElasticJob(ElasticValues):
         self.variables.begin()
         results: list[Any] = []
         leaves: list[PerReplica] = []
-        postponed, hooks = self._extended.mirrors.postponed, self._extended.replica_hooks
+        postponed, hooks = self._postponed, self._extended.replica_hooks
 
         def work() -> Tensor:
             args, kwargs = self._relaid(arguments, rebuild) or given

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from unisono.devices import cpu_slots, this_machine
 from unisono.errors import UnsupportedError
-from unisono.input import copied, filled
+from unisono.input import copied
+from unisono.input.split.own_data import filled
 from unisono.kernels import check_gather
 from unisono.options import ReduceOp
 from unisono.reductions import Destinations, ReductionToOneDevice, ReplicaLayout

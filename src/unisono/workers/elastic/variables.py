@@ -15,12 +15,12 @@ from torch import Tensor
 
 from unisono.devices import this_machine
 from unisono.errors import UnsupportedError
+from unisono.modules.leaves import VariableLeaves, fit_for_training, remember, with_own_gradients
 from unisono.reductions import ReplicaLayout
-from unisono.variables.leaves import VariableLeaves, fit_for_training, remember, with_own_gradients
 from unisono.variables.writes import Write
 
 if TYPE_CHECKING:
-    from unisono.variables.variable import Variable
+    from unisono.variables import Variable
 
 # By the number of a variable, the components of a worker's replicas.
 Components = Mapping[int, Sequence[Tensor]]

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import lr_scheduler
 
 import unisono as uo
-from unit.variables.one_weight import Setup
+from unit.modules.one_weight import Setup
 
 Make = Callable[..., uo.MirroredStrategy]
 

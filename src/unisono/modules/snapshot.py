@@ -21,6 +21,11 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import CommunicationError
+from unisono.modules.attributes import parts_of, raw, refill
+from unisono.modules.leaves import Leaves, VariableLeaves, fit_for_training
+from unisono.modules.metric_notes import is_clone, is_metric
+from unisono.modules.owners import groups_of, tensors_in
+from unisono.modules.updates import UpdatesAtOnce
 from unisono.torch_private import (
     TorchDispatchMode,
     copy_each,
@@ -30,13 +35,9 @@ from unisono.torch_private import (
     pytree,
     with_dispatch_keys,
 )
-from unisono.variables.attributes import parts_of, raw, refill
-from unisono.variables.leaves import Leaves, VariableLeaves, fit_for_training
-from unisono.variables.metrics import is_clone, is_metric
-from unisono.variables.owners import groups_of, tensors_in
 
 if TYPE_CHECKING:
-    from unisono.variables.mirrors import Mirrors
+    from unisono.modules.mirrors import Mirrors
 
 _SEQUENCES = (list, tuple, set, deque)
 _NOT_STEPPED = (nn.Module, Optimizer)
@@ -253,12 +254,10 @@ def _write_back(tensor: Tensor, before: Tensor) -> None:
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-class Postponed:
+class Postponed(UpdatesAtOnce):
     """The update of one strategy that waits, if there is one. In a run, it is entered."""
 
     def __init__(self) -> None:
-        # Whether an update may wait, which an elastic job decides.
-        self.is_on = False
         self._update: Callable[[], None] | None = None
         # Where the memory of what it reads or writes begins.
         self._addresses: list[int] = []

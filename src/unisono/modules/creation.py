@@ -13,18 +13,16 @@ from torch.nn.modules import module as registration
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 from unisono.contexts import current_replica
-from unisono.errors import UnsupportedError
+from unisono.modules.attributes import raw
+from unisono.modules.for_all import once
+from unisono.modules.leaves import clear
+from unisono.modules.metric_notes import UPDATES, is_clone, is_metric, is_own, note_updates
+from unisono.modules.mirrors import Mirrors
+from unisono.modules.once_calls import make_once
+from unisono.modules.outsiders import check_call, note_maker, refuse_outsiders
+from unisono.modules.owners import owner_of, parameters_of
+from unisono.modules.torch_calls import watch_calls
 from unisono.sharing import LiveSet, computed_once, in_place_of
-from unisono.variables.attributes import raw
-from unisono.variables.for_all import once
-from unisono.variables.leaves import clear
-from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
-from unisono.variables.mirrors import Mirrors
-from unisono.variables.once_calls import make_once
-from unisono.variables.outsiders import check_call, note_maker, refuse_outsiders
-from unisono.variables.owners import owner_of, parameters_of
-from unisono.variables.policy import HasPolicy
-from unisono.variables.torch_calls import watch_calls
 
 
 class _Scopes(threading.local):
@@ -121,36 +119,6 @@ def _watch_attributes() -> None:
         if mirrors is not None:
             mirrors.give_again(self, name)
         delete_attribute(self, name)
-
-
-@computed_once
-def let_optimizers_take_variables() -> None:
-    """Makes optimizers take a variable wherever they take a parameter."""
-    add_param_group = Optimizer.add_param_group
-
-    @in_place_of(Optimizer, "add_param_group")
-    def wrapped(self: Optimizer, param_group: dict[str, Any]) -> None:
-        params = param_group.get("params") if isinstance(param_group, dict) else None
-        if params is not None and not isinstance(params, (Tensor, set)):
-            given = [params] if isinstance(params, HasPolicy) else params
-            param_group["params"] = [_parameter(one) for one in given]
-        add_param_group(self, param_group)
-
-
-def _parameter(given: Any) -> Any:
-    """Returns what an optimizer works on: of a variable its first component."""
-    if isinstance(given, tuple):
-        return tuple(map(_parameter, given))
-    if not isinstance(given, HasPolicy):
-        return given
-    variable: Any = given
-    if given.is_on_read:
-        raise UnsupportedError(
-            f"An optimizer makes one update for all replicas, but {variable.name!r} is ON_READ: "
-            "each replica writes its own component. Make the variable with ON_WRITE, or assign to "
-            "it in the step."
-        )
-    return variable.values[0]
 
 
 def _wrap_zero_grad(cls: Any) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError
+from unisono.modules.attributes import are_same
+from unisono.modules.leaves import Leaves, VariableLeaves
 from unisono.values import version_of
-from unisono.variables.attributes import are_same
-from unisono.variables.leaves import Leaves, VariableLeaves
 
 if TYPE_CHECKING:
-    from unisono.variables.mirrors import Mirrors
+    from unisono.modules.mirrors import Mirrors
 
 Groups = list[dict[str, Any]]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,47 +20,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unisono.contexts import current_replica
 from unisono.errors import ReplicaMismatchError, UnequalCollectivesError, UnsupportedError, add_note
 from unisono.kernels import reduce_batch
+from unisono.modules.metric_notes import (
+    HAD_BEEN_RESET,
+    NOTES,
+    UPDATES,
+    WAS_RESET,
+    NoMetrics,
+    is_metric,
+    is_own,
+)
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
-
-# The attribute with the number of updates.
-UPDATES = "_update_count"
-# What metrics note about themselves, and methods that they keep bound to themselves. It concerns
-# the one that has it, and no clone.
-_NOTES = frozenset(
-    (
-        *("_cache", "_computed", "_enable_grad", "_forward_cache", "_is_synced", "_should_unsync"),
-        *("_to_sync", "compute", "compute_on_cpu", "update", UPDATES),
-    )
-)
-# Whether a clone was reset in this run, and whether it had been before it was last reset.
-_WAS_RESET, _HAD_BEEN_RESET = "_unisono_was_reset", "_unisono_had_been_reset"
-
-
-def is_metric(attributes: dict[str, Any]) -> bool:
-    """Whether a module with these attributes has states as the metrics of torchmetrics have."""
-    get = attributes.get
-    return isinstance(get("_defaults"), dict) and isinstance(get("_reductions"), dict)
-
-
-def is_own(attributes: dict[str, Any], name: str) -> bool:
-    """Whether an attribute is a state of a metric or about one, of which clones have their own."""
-    return is_metric(attributes) and (name in _NOTES or name in attributes["_defaults"])
-
-
-def is_clone(attributes: dict[str, Any]) -> bool:
-    """Whether a metric with these attributes is that of one replica."""
-    return _WAS_RESET in attributes
-
-
-def note_updates(clone: nn.Module, count: int) -> None:
-    """Notes what becomes of a clone whose number of updates is set to `count`."""
-    own = clone.__dict__
-    if count == 0:
-        own[_HAD_BEEN_RESET] = own[_WAS_RESET]
-        own[_WAS_RESET] = True
-    elif count != own[UPDATES] + 1:
-        own[_WAS_RESET] = own[_HAD_BEEN_RESET]
 
 
 class Part(NamedTuple):
@@ -90,7 +60,7 @@ class MirroredMetric(NamedTuple):
         """Makes new clones count from zero, and lets them find each other for merging."""
         # All that a process group could add is merged already; `bool()` is False.
         self.attributes["distributed_available_fn"] = bool
-        notes = {name: self.attributes[name] for name in _NOTES if name in self.attributes}
+        notes = {name: self.attributes[name] for name in NOTES if name in self.attributes}
         for clone, place in zip(self.clones, places, strict=True):
             cls: Any = type(clone)
             clone.__dict__.update(
@@ -108,13 +78,13 @@ class MirroredMetric(NamedTuple):
             own = clone.__dict__
             own["_computed"] = None
             own.update(self.fixed)
-            if own["_update_count"] or own[_WAS_RESET]:
+            if own["_update_count"] or own[WAS_RESET]:
                 self._start(clone)
 
     def _start(self, clone: nn.Module) -> None:
         own = clone.__dict__
         own.update(_update_count=0, _computed=None, _cache=None, _is_synced=False)
-        own[_WAS_RESET] = own[_HAD_BEEN_RESET] = False
+        own[WAS_RESET] = own[HAD_BEEN_RESET] = False
         for name, default in own["_defaults"].items():
             if not isinstance(default, Tensor):
                 own[name] = []
@@ -129,7 +99,7 @@ class MirroredMetric(NamedTuple):
         """Whether a replica of this worker has updated or reset it in this run."""
         fixed = self.fixed.items()
         return any(
-            own[UPDATES] or own[_WAS_RESET] or any(own[name] is not value for name, value in fixed)
+            own[UPDATES] or own[WAS_RESET] or any(own[name] is not value for name, value in fixed)
             for own in map(vars, self.clones)
         )
 
@@ -139,7 +109,7 @@ class MirroredMetric(NamedTuple):
             if own[name] is not value:
                 self._refuse(f"keeps {name!r} between updates, which is not one of its states")
         states = {name: own[name] for name in own["_defaults"]} if own["_update_count"] else {}
-        return Part(own["_update_count"], own[_WAS_RESET], states)
+        return Part(own["_update_count"], own[WAS_RESET], states)
 
     def merged(self, parts: Sequence[Part], *, with_own: bool = True) -> tuple[int, dict[str, Any]]:
         """Returns the number of updates and the states of the primary and all replicas together."""
@@ -191,7 +161,7 @@ class MirroredMetric(NamedTuple):
         return reduction(torch.cat([own, *here]) if how == "cat" else torch.stack([own, *here]))
 
 
-class Metrics:
+class Metrics(NoMetrics):
     """The metrics of one strategy."""
 
     def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
@@ -202,7 +172,7 @@ class Metrics:
         # Workers name a metric by its number.
         self._num_found = 0
 
-    def track(self, modules: Iterable[tuple[nn.Module, list[nn.Module]]]) -> None:
+    def track(self, modules: Sequence[tuple[nn.Module, list[nn.Module]]]) -> None:
         before, found = self._metrics, WeakIdKeyDictionary()
         for module, clones in modules:
             attributes = object.__getattribute__(module, "__dict__")

@@ -19,14 +19,39 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, entered
 from unisono.errors import ContextError, ReplicaMismatchError
+from unisono.modules.attributes import Contents, are_same
+from unisono.modules.front import plain_class
+from unisono.modules.leaves import Leaves, with_own_gradients
+from unisono.modules.owners import Groups, groups_of, state_of, tables_in, tensors_in
 from unisono.torch_private import no_torch_function
-from unisono.variables.attributes import Contents, are_same
-from unisono.variables.front import plain_class
-from unisono.variables.leaves import Leaves, with_own_gradients
-from unisono.variables.owners import Groups, groups_of, state_of, tables_in, tensors_in
 
 if TYPE_CHECKING:
     from unisono.reductions import Workers
+
+
+class UpdatesAtOnce:
+    """The updates of a strategy, none of which waits. In an elastic job they are `Postponed`."""
+
+    # Whether an update may wait, which an elastic job decides.
+    is_on = False
+
+    def __enter__(self) -> None:
+        """A run begins."""
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """The run ends."""
+
+    def can_wait(self) -> bool:
+        """Whether an update that is due now may wait."""
+        return False
+
+    def put_off(self, update: Callable[[], None], addresses: list[int]) -> None:
+        """Lets an update wait until the run is complete, or something could notice."""
+        raise NotImplementedError
+
+    def make(self) -> None:
+        """Makes the update, if one waits."""
+
 
 # What these do to a parameter depends on its own gradient and state alone.
 _INDEPENDENT = frozenset(

@@ -23,10 +23,10 @@ from torch.optim import optimizer
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError
+from unisono.modules.leaves import Leaves
+from unisono.modules.owners import owner_of
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function_of_subclasses
-from unisono.variables.leaves import Leaves
-from unisono.variables.owners import owner_of
 
 T = TypeVar("T")
 

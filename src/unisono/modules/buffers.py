@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from unisono.errors import ReplicaMismatchError, UnequalCollectivesError, UnsupportedError, add_note
+from unisono.modules import statistics
+from unisono.modules.attributes import Contents, are_same, raw
+from unisono.modules.leaves import fit_for_training
 from unisono.reductions import Workers
 from unisono.tracing import span
-from unisono.variables import statistics
-from unisono.variables.attributes import Contents, are_same, raw
-from unisono.variables.leaves import fit_for_training
 
 Named = dict[str, Tensor | None]
 

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from unisono.torch_private import data_of_tensors, set_grad_enabled
 from unisono.values import version_of
 
 if TYPE_CHECKING:
-    from unisono.variables.variable import Variable
+    from unisono.variables import Variable
 
 # A copy of so many bytes takes the GPU longer than it takes the host to start it.
 _MOST_BYTES_PACKED = 1 << 18
@@ -183,6 +183,17 @@ def _storages(
         if memory not in storages:
             storages[memory] = primary.detach().to(place, copy=True)
     return [storages[memory] for memory in memories]
+
+
+class AnyVariable:
+    """What every `Variable` is, by which others know one. Few programs load `Variable`."""
+
+    __slots__ = ()
+
+
+def is_variable(value: object) -> TypeGuard[Variable]:
+    """Whether a value is a `Variable`."""
+    return isinstance(value, AnyVariable)
 
 
 class VariableLeaves(Leaves):

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from unisono.arguments import check_callable
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
+from unisono.modules.front import as_of_program
+from unisono.modules.leaves import show_current_gradients
+from unisono.modules.statistics import Written
+from unisono.modules.updates import Settings, check_same
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
-from unisono.variables.front import as_of_program
-from unisono.variables.leaves import show_current_gradients
-from unisono.variables.statistics import Written
-from unisono.variables.updates import Settings, check_same
 
 T = TypeVar("T")
 

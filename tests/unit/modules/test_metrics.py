@@ -19,7 +19,7 @@ import unisono as uo
 from unisono.errors import ContextError, UnsupportedError
 
 tm = Late("torchmetrics")
-own_metric = Late("unit.variables.own_metric")
+own_metric = Late("unit.modules.own_metric")
 
 Make = Callable[..., uo.MirroredStrategy]
 # Of the last batch, three replicas have one sample each; of four replicas, one has none.

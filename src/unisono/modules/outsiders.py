@@ -22,13 +22,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
+from unisono.modules.attributes import raw
+from unisono.modules.leaves import variable_of
+from unisono.modules.mirrors import Mirrors
+from unisono.modules.owners import owner_of, parameters_of
+from unisono.modules.torch_calls import check_is_own, is_of_another
+from unisono.modules.updates import watch_updates
 from unisono.sharing import in_place_of
-from unisono.variables.attributes import raw
-from unisono.variables.leaves import variable_of
-from unisono.variables.mirrors import Mirrors
-from unisono.variables.owners import owner_of, parameters_of
-from unisono.variables.torch_calls import check_is_own, is_of_another
-from unisono.variables.updates import watch_updates
 
 # The number of the replica that made a parameter, module, scheduler or scaler in a step.
 _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -23,15 +23,15 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import ContextError, UnsupportedError
+from unisono.modules.attributes import raw
+from unisono.modules.leaves import Mark, variable_of
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once, in_place_of
 from unisono.torch_private import no_torch_function
-from unisono.variables.attributes import raw
-from unisono.variables.leaves import Mark, variable_of
 
 if TYPE_CHECKING:
-    from unisono.variables.front import Mirror
-    from unisono.variables.mirrors import Mirrors
+    from unisono.modules.front import Mirror
+    from unisono.modules.mirrors import Mirrors
 
 T = TypeVar("T", bound=Callable[..., Any])
 

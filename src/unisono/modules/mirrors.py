@@ -21,18 +21,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from unisono.errors import ContextError, UnsupportedError
+from unisono.modules.attributes import TABLES_OF_OWN, Attributes, Contents, raw
+from unisono.modules.buffers import Buffers
+from unisono.modules.front import Fronts, Mirror, Redirect, plain_class, set_classes
+from unisono.modules.leaves import Leaves, catch_up, fit_for_training, needs_grad, spread
+from unisono.modules.metric_notes import NoMetrics, tracked
+from unisono.modules.owners import give_to, owner_of
+from unisono.modules.shared_tensors import SharedTensors
+from unisono.modules.torch_calls import HookTables, synchronized
+from unisono.modules.updates import GroupCopies, UpdatesAtOnce
+from unisono.modules.written import Watch, let_data_be_watched
 from unisono.reductions import Workers
-from unisono.variables.attributes import TABLES_OF_OWN, Attributes, Contents, raw
-from unisono.variables.buffers import Buffers
-from unisono.variables.front import Fronts, Mirror, Redirect, plain_class, set_classes
-from unisono.variables.leaves import Leaves, catch_up, fit_for_training, needs_grad, spread
-from unisono.variables.metrics import Metrics
-from unisono.variables.owners import give_to, owner_of
-from unisono.variables.shared_tensors import SharedTensors
-from unisono.variables.snapshot import Postponed
-from unisono.variables.torch_calls import HookTables, synchronized
-from unisono.variables.updates import GroupCopies
-from unisono.variables.written import Watch, let_data_be_watched
 
 T = TypeVar("T")
 
@@ -82,7 +81,7 @@ class Mirrors:
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         # Called before a run writes to the program's own objects. Set by a `Snapshot`.
         self.before_writes: Callable[[], None] = lambda: None
-        self.postponed = Postponed()
+        self.postponed = UpdatesAtOnce()
         self.watch = Watch(self)
         self.groups = GroupCopies(workers)
         self.hooks = HookTables(self)
@@ -103,7 +102,7 @@ class Mirrors:
         self.places = places
         self.attributes = Attributes(len(places), self.stand_in)
         self.buffers = Buffers(places, self.workers)
-        self.metrics = Metrics(places, self.workers)
+        self.metrics = NoMetrics()
         # By the identity of a primary parameter or of one of its leaves.
         self.owners: dict[int, Leaves] = {}
 
@@ -323,7 +322,7 @@ class Mirrors:
         self._tables.note([*tables, *names])
         pairs = [(module, self.mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
-        self.metrics.track(pairs)
+        self.metrics = tracked(self.metrics, pairs, self.places, self.workers)
         self.watch.note_parts(clone for _, clones in pairs for clone in clones)
         self.hooks.by_identity = None
         self.fronts.capture(self.all_leaves)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from unisono.errors import UnsupportedError
 from unisono.kernels import native_core
-from unisono.variables.metrics import is_metric, is_own
+from unisono.modules.metric_notes import is_metric, is_own
 
 if TYPE_CHECKING:
-    from unisono.variables.front import Mirror
+    from unisono.modules.front import Mirror
 
 # By name, the identity of an attribute of a module, and what replica 0 sees there.
 Given = dict[str, tuple[int, Any]]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unisono.modules.attributes import raw
 from unisono.reductions import Workers
-from unisono.variables.attributes import raw
 
 
 class SharedTensors:

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import unisono as uo
 from unisono.errors import CommunicationError
+from unisono.modules.snapshot import Postponed
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ class Program:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
             self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
         self.tail = tail
-        self.postponed = self.strategy.extended.mirrors.postponed
+        self.postponed = self.strategy.extended.mirrors.postponed = Postponed()
         self.is_postponed = is_postponed
 
     @property

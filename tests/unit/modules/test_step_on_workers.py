@@ -13,8 +13,8 @@ from worker_threads import on_strategies
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
 from unit.gradients import test_own_gradients, test_unfrozen
-from unit.variables import test_groups, test_once_calls
-from unit.variables.test_once_calls import Program, X, Y, loss, same
+from unit.modules import test_groups, test_once_calls
+from unit.modules.test_once_calls import Program, X, Y, loss, same
 
 PROGRAMS = [
     *test_once_calls.PROGRAMS,

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_context, current_replica
 from unisono.errors import ContextError
+from unisono.modules.attributes import TABLES_OF_OWN, Contents, raw
+from unisono.modules.leaves import Leaves, fit_for_training, needs_grad, spread
+from unisono.modules.owners import StateNote
 from unisono.sharing import LiveSet, computed_once, in_place_of
 from unisono.torch_private import data_of_tensors
-from unisono.variables.attributes import TABLES_OF_OWN, Contents, raw
-from unisono.variables.leaves import Leaves, fit_for_training, needs_grad, spread
-from unisono.variables.owners import StateNote
 
 if TYPE_CHECKING:
-    from unisono.variables.mirrors import Mirrors
+    from unisono.modules.mirrors import Mirrors
 
 _REMEDY = (
     "Write once for all replicas with `unisono.once`, for example `unisono.once(lambda: "

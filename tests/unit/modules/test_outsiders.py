@@ -20,7 +20,7 @@ from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ContextError
-from unisono.variables.outsiders import _owner_of
+from unisono.modules.outsiders import _owner_of
 from unit.variables.made import replica_id
 
 Make = Callable[..., uo.MirroredStrategy]

@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 import unisono as uo
 from unisono.errors import ContextError
-from unisono.variables import torch_calls
-from unisono.variables.attributes import raw
+from unisono.modules import torch_calls
+from unisono.modules.attributes import raw
 from unit.gradients.test_own_gradients import trained
-from unit.variables.test_once_calls import Program, X, Y, loss, same, split
+from unit.modules.test_once_calls import Program, X, Y, loss, same, split
 
 Make = Callable[..., uo.MirroredStrategy]
 

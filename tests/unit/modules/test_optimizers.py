@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import unisono as uo
-from unit.variables.one_weight import Setup, X
+from unit.modules.one_weight import Setup, X
 
 Make = Callable[..., uo.MirroredStrategy]
 

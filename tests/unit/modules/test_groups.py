@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
-from unit.variables.test_once_calls import Program, X, Y, check_weights, split
+from unit.modules.test_once_calls import Program, X, Y, check_weights, split
 
 Make = Callable[..., uo.MirroredStrategy]
 

@@ -21,26 +21,26 @@ from torch.optim import optimizer as hooks
 
 from unisono.contexts import ReplicaContext, current_replica, entered
 from unisono.errors import ContextError
-from unisono.options import ReduceOp
-from unisono.sharing import computed_once
-from unisono.torch_private import no_torch_function
-from unisono.values import PerReplica, as_tensor
-from unisono.variables import owners
-from unisono.variables.for_all import do_once, for_all
-from unisono.variables.front import Front, plain_class
-from unisono.variables.leaves import (
+from unisono.modules import owners
+from unisono.modules.for_all import do_once, for_all
+from unisono.modules.front import Front, plain_class
+from unisono.modules.leaves import (
     clear_gradients,
     give_gradients,
     show_current_gradients,
     spread,
 )
-from unisono.variables.mirrors import Mirrors
-from unisono.variables.updates import (
+from unisono.modules.mirrors import Mirrors
+from unisono.modules.updates import (
     Settings,
     is_plain,
     update_plainly,
     watch_updates,
 )
+from unisono.options import ReduceOp
+from unisono.sharing import computed_once
+from unisono.torch_private import no_torch_function
+from unisono.values import PerReplica, as_tensor
 
 _scaler_lock = threading.Lock()
 
