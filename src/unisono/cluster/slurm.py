@@ -105,9 +105,16 @@ def _hosts_by_rank(
     """The host of each task, or Nones where the way of placing them does not tell."""
     text = variables.find(*_TASKS_PER_NODE)
     placing = variables.find("SLURM_DISTRIBUTION") or "block"
-    if tasks_per_node is not None:
-        counts = _counts(hosts, tasks_per_node)
-        said = f"tasks per node {tasks_per_node!r} (`tasks_per_node`)"
+    said = f"tasks per node {tasks_per_node!r} (`tasks_per_node`)"
+    if isinstance(tasks_per_node, Mapping):
+        if set(tasks_per_node) != set(hosts):
+            raise ClusterError(
+                f"`tasks_per_node` must have a number for each of the hosts {', '.join(hosts)}; "
+                f"got {dict(tasks_per_node)}."
+            )
+        counts = [int(tasks_per_node[host]) for host in hosts]
+    elif tasks_per_node is not None:
+        counts = [int(tasks_per_node)] * len(hosts)
     elif text is None or not placing.startswith("block"):
         return [None] * size
     else:
@@ -120,17 +127,6 @@ def _hosts_by_rank(
             "allocation that set them."
         )
     return [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
-
-
-def _counts(hosts: list[str], tasks_per_node: int | Mapping[str, int]) -> list[int]:
-    if not isinstance(tasks_per_node, Mapping):
-        return [int(tasks_per_node)] * len(hosts)
-    if set(tasks_per_node) != set(hosts):
-        raise ClusterError(
-            f"`tasks_per_node` must have a number for each of the hosts {', '.join(hosts)}; got "
-            f"{dict(tasks_per_node)}."
-        )
-    return [int(tasks_per_node[host]) for host in hosts]
 
 
 def _addresses(

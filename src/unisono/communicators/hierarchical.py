@@ -205,10 +205,10 @@ class HierarchicalCommunicator(Communicator):
                 yield
             except CommunicationError as error:
                 # What `between` raises has gone through the watch, which knows all ranks.
-                if error is not self._watch.failure:
-                    error = named_globally(error, self._layout.hosts[self._between.rank])
+                is_known = error is self._watch.failure
+                here = self._layout.hosts[self._between.rank]
                 # Told before the others see this rank leave, so that they know why.
-                known = self._watch.published(error)
+                known = self._watch.published(error if is_known else named_globally(error, here))
                 self._inside.close()
                 self._between.close()
                 raise known from error

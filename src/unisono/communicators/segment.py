@@ -94,7 +94,7 @@ def share_memory(
         raise
     finally:
         if door is not None:
-            door.close()
+            door.reception.close()
     return entered
 
 
@@ -109,13 +109,13 @@ class _Door:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"\0{self.address}")
         listener.listen(num_guests + 128)
-        self._reception = Reception(listener, self._steps)
+        self.reception = Reception(listener, self._steps)
 
     def open(self, seconds: float) -> None:
         """Hands the memory out until all guests have it, at most so long."""
         left = Countdown(seconds)
         while self._num_guests and not left.is_over():
-            self._reception.turn(left.seconds())
+            self.reception.turn(left.seconds())
 
     def _steps(self, guest: Guest) -> Steps[None]:
         guest.socket.settimeout(0)
@@ -125,9 +125,6 @@ class _Door:
             if hmac.compare_digest(said, self.secret.encode()):
                 socket.send_fds(guest.socket, [b"!"], [self._fd])
                 self._num_guests -= 1
-
-    def close(self) -> None:
-        self._reception.close()
 
 
 def _descriptor(invitation: str, rank: int, left: Countdown) -> int:

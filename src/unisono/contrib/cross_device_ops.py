@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.arguments import check_int, in_words
+from unisono.devices import DeviceLike
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackingRule, SmallGroups
@@ -27,6 +28,7 @@ from unisono.reductions import (
     listed_pairs,
     mirrored,
 )
+from unisono.reductions.scheduled import AccumulationFn
 from unisono.values import DistributedValues, Mirrored, components_of
 
 _ALGORITHMS = {"nccl": NcclAllReduce, "hierarchical_copy": HierarchicalCopyAllReduce}
@@ -204,10 +206,10 @@ class DelegatingOps(ContribOps):
 class AllReduceCrossDeviceOps(DelegatingOps):
     """All-reduces through NCCL or by hierarchical copy, with one of three ways to pack.
 
-    1. `num_packs` above 0 concatenates all values and splits them into this number of packs. 2.
-    Otherwise, where both `agg_small_grads_*` are above 0, neighboring float32 values of at most
-    `agg_small_grads_max_bytes` share packs of at most `agg_small_grads_max_group` values. 3.
-    Otherwise each value is reduced alone.
+    `num_packs` above 0 concatenates all values and splits them into this number of packs. If it is
+    0 and both `agg_small_grads_*` are above 0, neighboring float32 values of at most
+    `agg_small_grads_max_bytes` share packs of at most `agg_small_grads_max_group` values. Otherwise
+    each value is reduced alone.
 
     Args:
         all_reduce_alg: "nccl" or "hierarchical_copy".
@@ -240,5 +242,9 @@ class AllReduceCrossDeviceOps(DelegatingOps):
 class ReductionToOneDeviceCrossDeviceOps(DelegatingOps):
     """`ReductionToOneDevice` as it was called in `tf.contrib.distribute`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(ReductionToOneDevice(*args, **kwargs))
+    def __init__(
+        self,
+        reduce_to_device: DeviceLike | None = None,
+        accumulation_fn: AccumulationFn | None = None,
+    ) -> None:
+        super().__init__(ReductionToOneDevice(reduce_to_device, accumulation_fn))

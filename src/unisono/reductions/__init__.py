@@ -17,7 +17,7 @@ from unisono.reductions.cross_device_ops import (
     mirrored,
 )
 from unisono.reductions.destinations import Destinations, destinations_of, listed_destinations
-from unisono.reductions.scheduled import AccumulationFn, Ends, Prices, ReductionToOneDevice
+from unisono.reductions.scheduled import Ends, Prices, ReductionToOneDevice
 from unisono.reductions.selection import (
     choose_cross_device_ops,
     predicted_cost,
@@ -33,7 +33,6 @@ else:
     __getattr__ = _names_of(__name__, "nccl", "all_reduce")
 
 __all__ = [
-    "AccumulationFn",
     "AllReduce",
     "CrossDeviceOps",
     "Destinations",
