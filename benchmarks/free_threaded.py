@@ -2,18 +2,21 @@
 
     python3.13t benchmarks/free_threaded.py --seconds 20
 
-Two processes of the same interpreter, one with PYTHON_GIL=1 and one with PYTHON_GIL=0, take turns
-of a few steps each, so that a busy machine disturbs both alike. The *limit* is the same number of
-models in threads that never meet. Ratios are those of medians.
+Processes of the same interpreter, with PYTHON_GIL=1 and with PYTHON_GIL=0, take turns of a few
+steps each, so that a busy machine disturbs all alike. The *limit* is the same number of models in
+threads that never meet. It has its own processes: where a process also has models that belong to no
+strategy, each backward pass looks whether it reaches one of them. Ratios are those of medians.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import IO
 
 import torch
@@ -22,24 +25,19 @@ from unisono_tools.benchmarks.peers.in_process import Apart, Mirrored
 from unisono_tools.benchmarks.peers.models import CASES
 
 LOCKS = {"with the lock": "1", "without the lock": "0"}
+WORKS = {"unisono": partial(Mirrored, seed=0), "limit": Apart}
 TURN_S = 0.05
 
 
-def serve(model: str, num_replicas: int) -> None:
+def serve(model: str, num_replicas: int, work: str) -> None:
     """Takes a turn for every line of the standard input, and prints the seconds of a step."""
     torch.set_num_threads(num_replicas)
-    case = CASES[model]
-    with (
-        closing(Mirrored(case, num_replicas, seed=0)) as mirrored,
-        closing(Apart(case, num_replicas)) as apart,
-    ):
-        works = {"unisono": mirrored.steps, "limit": apart.steps}
-        for steps in works.values():
-            steps(20)
-        num_steps = max(1, round(TURN_S / (_time(mirrored.steps, 20))))
+    with closing(WORKS[work](CASES[model], num_replicas)) as made:
+        made.steps(20)
+        num_steps = max(1, round(TURN_S / (_time(made.steps, 20))))
         print("ready", flush=True)
-        for line in sys.stdin:
-            print(_time(works[line.strip()], num_steps), flush=True)
+        for _ in sys.stdin:
+            print(_time(made.steps, num_steps), flush=True)
 
 
 def _time(steps: object, num_steps: int) -> float:
@@ -52,12 +50,12 @@ def measure(model: str, num_replicas: int, seconds: float) -> dict[tuple[str, st
     """Returns the medians by lock and competitor."""
     series: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
-        peers: dict[str, tuple[IO[str], IO[str]]] = {}
-        for name, setting in LOCKS.items():
-            command = [sys.executable, __file__, "--serve", str(num_replicas), "--model", model]
+        peers: dict[tuple[str, str], tuple[IO[str], IO[str]]] = {}
+        for name, work in itertools.product(LOCKS, WORKS):
+            command = [sys.executable, __file__, "--serve", work, "--model", model]
             peer = subprocess.Popen(
-                command,
-                env={**os.environ, "PYTHON_GIL": setting},
+                [*command, "--replicas", str(num_replicas)],
+                env={**os.environ, "PYTHON_GIL": LOCKS[name]},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -67,13 +65,12 @@ def measure(model: str, num_replicas: int, seconds: float) -> dict[tuple[str, st
             assert peer.stdin is not None
             assert peer.stdout is not None
             assert peer.stdout.readline() == "ready\n"
-            peers[name] = peer.stdin, peer.stdout
+            peers[name, work] = peer.stdin, peer.stdout
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            for name, (given, answers) in peers.items():
-                for work in ("unisono", "limit"):
-                    print(work, file=given, flush=True)
-                    series.setdefault((name, work), []).append(float(answers.readline()))
+            for key, (given, answers) in peers.items():
+                print("turn", file=given, flush=True)
+                series.setdefault(key, []).append(float(answers.readline()))
     return {key: statistics.median(times) for key, times in series.items()}
 
 
@@ -83,10 +80,10 @@ def main() -> None:
     parser.add_argument("--model", default="MLP 256", choices=list(CASES))
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seconds", type=float, default=20.0, help="the time of one row")
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=list(WORKS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
-        serve(options.model, options.serve)
+        serve(options.model, options.replicas[0], options.serve)
         return
     print("| replicas | with the lock | of the limit | without | of the limit | with/without |")
     print("|---|---|---|---|---|---|")

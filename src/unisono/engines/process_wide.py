@@ -26,6 +26,7 @@ from torch._guards import CompileContext
 from torch._ops import OpOverloadPacket, _OpNamespace
 from torch.autograd import forward_ad
 from torch.backends import cuda, cudnn, mha, mkldnn, nnpack, opt_einsum
+from torch.fx import _symbolic_trace
 from torch.nn import attention
 from torch.nn.utils import parametrize
 
@@ -63,6 +64,8 @@ def _refuse_switches() -> None:
     _refuse_block(torch.profiler.profile, "start", "torch.profiler.profile", _EVERYWHERE)
     own = torch.autograd.profiler.profile
     _refuse_block(own, "__enter__", "torch.autograd.profiler.profile", _EVERYWHERE)
+    # It patches `nn.Module`, and leaves that so if two do it at the same time.
+    _refuse_block(_symbolic_trace, "_new_patcher", "torch.fx.Tracer.trace", _EVERYWHERE)
     for name in ("default_dtype", "float32_matmul_precision"):
         _refuse_change(torch, f"set_{name}", f"torch.set_{name}", getattr(torch, f"get_{name}"))
     _refuse_change(

@@ -183,7 +183,8 @@ def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContex
         return (
             f"{what} uses {parameters} of a model of {context.strategy!r}, but not the "
             "replica's copies: TorchScript modules and custom functions keep the parameters they "
-            "were made with. Call the model itself in the step, or pass its parameters there."
+            "were made with, and threads that a step starts see those of the program. Call the "
+            "model itself in the step, or pass its parameters there."
         )
     if module is not None and owner_of(module) is not None:
         return (

@@ -1,4 +1,4 @@
-"""What functions of torch do in the thread of a replica: batch normalization, clipping and hooks.
+"""What functions of torch do on a replica: batch normalization, clipping, `max_norm` and hooks.
 
 With `synchronize_batch_norm=True`, batch normalization is over the batch of all replicas.
 
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import ContextError, UnsupportedError
 from unisono.modules.attributes import raw
+from unisono.modules.for_all import do_once
 from unisono.modules.leaves import Mark, variable_of
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once, in_place_of
@@ -94,13 +95,35 @@ def _watch_batch_norm() -> None:
             )
         return original(*given)
 
-    made: Any = batch_norm
+    functional.batch_norm = _as_torchs(batch_norm, original)
+    renormalize: Any = functional._no_grad_embedding_renorm_
+
+    @functools.wraps(renormalize)
+    def renormalize_once(weight: Tensor, input: Tensor, max_norm: float, norm_type: float) -> Any:
+        context = None if torch.compiler.is_compiling() else current_replica()
+        if context is None or context.replicas.mirrors.is_single:
+            return renormalize(weight, input, max_norm, norm_type)
+        mirrors = context.replicas.mirrors
+        if id(weight) not in mirrors.owners:
+            return renormalize(weight, input, max_norm, norm_type)
+        # Of all replicas: they share the rows, and look up some of them together.
+        rows = context.all_gather(input.reshape(-1), 0)
+        shared = mirrors.of_program(weight)
+        work = functools.partial(renormalize, shared, rows, max_norm, norm_type)
+        return do_once("an embedding with `max_norm`", work)
+
+    changed: Any = functional
+    changed._no_grad_embedding_renorm_ = _as_torchs(renormalize_once, renormalize)
+
+
+def _as_torchs(made: Any, original: Any) -> Any:
+    """Lets compilers take a function for the one of torch that it replaces."""
     # `torch.compile` goes by the file of a function: this one is to be traced as torch's own is.
     made.__code__ = made.__code__.replace(co_filename=original.__code__.co_filename)
     # TorchScript compiles the function that these name.
     made.__script_if_tracing_wrapper = True
     made.__original_fn = original
-    functional.batch_norm = made
+    return made
 
 
 def is_of_another(tensor: Tensor, context: ReplicaContext) -> bool:

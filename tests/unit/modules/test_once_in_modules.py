@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -71,3 +72,27 @@ def test_a_module_that_changes_itself_does_as_on_one_device(
         outside = [model.weight, model.average, model.written, model.replaced]
         assert [*(one.item() for one in outside), model.count] == expected
         assert model.old is None
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_max_norm_shortens_what_all_look_up_once(
+    mirrored: Make, memories: str, make: Any
+) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        table = make(5, 3, max_norm=0.5)
+        optimizer = torch.optim.SGD(table.parameters(), lr=2.0)
+    alone = copy.deepcopy(table)
+    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=2.0)
+
+    def step(table: Any, optimizer: Any, rows: Tensor) -> None:
+        optimizer.zero_grad()
+        table(rows).square().sum(-1).mean().backward()
+        optimizer.step()
+
+    batch = torch.tensor([[0, 1], [1, 1], [3, 0]])
+    for rows in strategy.experimental_distribute_dataset([batch, batch]):
+        strategy.run(step, args=(table, optimizer, rows))
+        step(alone, optimizer_alone, batch)
+
+    torch.testing.assert_close(table.weight, alone.weight)
