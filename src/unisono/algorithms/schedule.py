@@ -154,7 +154,7 @@ class Plan:
     def run(
         self, op: ReduceOp, batch: Sequence[Sequence[Tensor]], places: Sequence[torch.device]
     ) -> list[tuple[Tensor, ...]]:
-        """Reduces a batch; see `unisono.algorithms.run`."""
+        """Reduces each item of `batch` by `op`; `places` are the torch devices of the places."""
         return run(self, op, batch, places)
 
 

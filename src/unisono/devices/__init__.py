@@ -19,13 +19,13 @@ from unisono.devices.machine import (
     this_machine,
 )
 from unisono.devices.streams import Trail, lend
-from unisono.sharing import names_of
+from unisono.sharing import names_of as _names_of
 
 if TYPE_CHECKING:
     from unisono.devices.groups import Groups, halves, linked_groups, near_groups
     from unisono.devices.topology import Gpu, Link, LinkKind, Topology
 else:
-    __getattr__ = names_of(__name__, "groups", "topology")
+    __getattr__ = _names_of(__name__, "groups", "topology")
 
 __all__ = [
     "Device",

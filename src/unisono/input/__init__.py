@@ -20,12 +20,12 @@ from unisono.input.options import (
 )
 from unisono.input.split.layout import counts_of
 from unisono.input.split.splitter import copied
-from unisono.sharing import names_of
+from unisono.sharing import names_of as _names_of
 
 if TYPE_CHECKING:
     from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
 else:
-    __getattr__ = names_of(__name__, "from_function")
+    __getattr__ = _names_of(__name__, "from_function")
 
 __all__ = [
     "ArrayDataset",

@@ -24,13 +24,13 @@ from unisono.reductions.selection import (
     select_cross_device_ops,
 )
 from unisono.reductions.workers import ReplicaLayout, Workers, dealt
-from unisono.sharing import names_of
+from unisono.sharing import names_of as _names_of
 
 if TYPE_CHECKING:
     from unisono.reductions.all_reduce import AllReduce, HierarchicalCopyAllReduce
     from unisono.reductions.nccl import NcclAllReduce
 else:
-    __getattr__ = names_of(__name__, "nccl", "all_reduce")
+    __getattr__ = _names_of(__name__, "nccl", "all_reduce")
 
 __all__ = [
     "AllReduce",
