@@ -1,9 +1,10 @@
-"""The import rule, a package imports only itself and lower ones, and the length of files.
+"""The import rule: a package imports only itself and lower ones. And the length of files.
 
 `unisono` is what a training program imports. `unisono_tools` imports it, never the other way round.
 """
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import pytest
 from tables import every
+
+from unisono.cluster import detection
+from unisono.strategies.mirrored import LAUNCHED
 
 SRC = Path(__file__).parents[1] / "src"
 ROOT = SRC / "unisono"
@@ -27,18 +31,32 @@ LAYERS = [
     ["options", "tracing", "_native"],
     ["devices", "kernels"],
     ["values", "packing", "algorithms"],
-    ["costs"],
-    ["communicators"],
-    ["reductions", "cluster", "groups"],
-    ["backend", "hooks"],
+    ["reductions"],
     ["contexts"],
     ["engines", "variables", "input"],
     ["gradients"],
-    ["functions"],
     ["strategies"],
-    ["checkpoints"],
+    ["costs", "functions"],
+    ["communicators"],
+    ["cluster", "groups"],
+    ["hooks"],
+    ["workers"],
+    ["checkpoints", "backend"],
     ["contrib", "testing", "experimental", "cluster_resolver"],
 ]
+# What a program on one host does not load, by what it is for. All else is the core.
+GROUPS = {
+    "many workers": ["costs", "communicators", "cluster", "groups", "hooks", "workers"],
+    "captured steps": ["functions"],
+    "other interfaces": [
+        "checkpoints",
+        "backend",
+        "contrib",
+        "testing",
+        "experimental",
+        "cluster_resolver",
+    ],
+}
 # The packages of `unisono_tools`, in the same way. They all see `unisono`.
 TOOL_LAYERS = [
     ["tables", "traces", "namespaces", "frozen", "processes", "pricing"],
@@ -51,8 +69,18 @@ LEVELS = {package: level for level, line in enumerate(LAYERS) for package in lin
 TOOL_LEVELS = {package: level for level, line in enumerate(TOOL_LAYERS) for package in line}
 # `python -m unisono`, which nothing imports.
 COMMANDS = {ROOT / "__main__.py", ROOT / "cli.py"}
-# Where the core names the tools. Recording loads them when a program asks what a trace tells.
-DOORS = {*COMMANDS, ROOT / "tracing" / "recording.py"}
+# Where `unisono` names the tools. Recording loads them when a program asks what a trace tells.
+TOOL_DOORS = {*COMMANDS, ROOT / "tracing" / "recording.py"}
+# Where the core names packages above it, which it loads when a program needs them.
+DOORS = {
+    "reductions/nccl.py": {"communicators"},
+    "strategies/mirrored.py": {"cluster", "costs"},
+    "strategies/strategy.py": {"contrib"},
+    "strategies/worker.py": {"workers"},
+}
+CORE = {package for line in LAYERS for package in line} - {*itertools.chain(*GROUPS.values())}
+# What the program of the README may load.
+MAX_LINES_OF_A_PROGRAM = 22_000
 
 # The package itself only collects the public names, so it sees all others.
 SOURCES = sorted({*ROOT.rglob("*.py")} - {ROOT / "__init__.py", *COMMANDS})
@@ -72,9 +100,10 @@ each_tool = every("path", TOOL_SOURCES)
 
 @each_source
 def test_imports_point_down(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    file = path.relative_to(ROOT)
+    package = file.parts[0].removesuffix(".py")
 
-    assert forbidden_imports(package, path.read_text()) == set()
+    assert forbidden_imports(package, path.read_text()) == DOORS.get(file.as_posix(), set())
 
 
 @each_source
@@ -118,7 +147,7 @@ def test_the_core_imports_the_tools_at_its_doors_alone() -> None:
         if any(imports_of(ast.parse(path.read_text()), "unisono_tools"))
     }
 
-    assert found == DOORS
+    assert found == TOOL_DOORS
 
 
 def test_importing_the_core_loads_neither_the_tools_nor_what_they_need() -> None:
@@ -126,11 +155,30 @@ def test_importing_the_core_loads_neither_the_tools_nor_what_they_need() -> None
     others = ("unisono_tools", "click", "rich", "matplotlib", "sklearn", "unisono.strategies")
     script = f"import sys, unisono; print([name for name in {others} if name in sys.modules])"
 
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
+    assert printed(script) == "[]"
 
-    assert ran.stdout.strip() == "[]"
+
+def test_a_program_on_one_host_loads_the_core_alone() -> None:
+    readme = (SRC.parent / "README.md").read_text()
+    program = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert program is not None
+    show = "import sys; print(*(getattr(one, '__file__', None) for one in sys.modules.values()))"
+
+    loaded = {Path(file) for file in printed(f"{program[1]}\n{show}").split()}
+
+    files = [path.relative_to(ROOT) for path in {*ROOT.rglob("*.py")} & loaded]
+    assert {file.parts[0].removesuffix(".py") for file in files} - {"__init__"} <= CORE
+    assert ROOT / "strategies" / "strategy.py" in loaded
+    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+    assert lines <= MAX_LINES_OF_A_PROGRAM
+
+
+def test_the_core_asks_whether_a_launcher_has_set_something() -> None:
+    variables = {name for *_, any_of, needed in detection._ORDER for name in any_of | needed}
+    # They come with others, and say nothing by themselves.
+    read = variables - {"SLURM_STEP_ID", "UNISONO_NUM_WORKERS"} | {"WORLD_SIZE", "SLURM_NTASKS"}
+
+    assert read == {*LAUNCHED}
 
 
 @every("path", [*SOURCES, *TOOL_SOURCES])
@@ -191,6 +239,13 @@ def test_an_import_that_points_up_or_aside_is_found(
 )
 def test_an_import_that_points_down_or_is_for_types_is_let_through(source: str) -> None:
     assert forbidden_imports("values", source) == set()
+
+
+def printed(program: str) -> str:
+    """What a program prints in a new process."""
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return ran.stdout.strip()
 
 
 def level_of(file: str) -> tuple[bool, int]:

@@ -22,8 +22,8 @@ import unisono as uo
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.network import NetworkCommunicator
 from unisono.devices import resolve
-from unisono.reductions.across_workers import AcrossWorkers
-from unisono.reductions.workers import Workers
+from unisono.workers import ConnectedWorkers
+from unisono.workers.across import AcrossWorkers
 from unisono_tools.cli.bench import bench
 
 SECONDS = 60.0
@@ -128,7 +128,7 @@ def reduce_over_two_hosts(store: Store, rank: int, size: int) -> list[list[str]]
     make = hierarchical(over_tcp, 2, "gloo", seconds=SECONDS)
     with make(store, rank, size) as communicator:
         devices = (resolve("cpu:0"),)
-        ops = AcrossWorkers(uo.ReductionToOneDevice(), Workers(communicator), devices)
+        ops = AcrossWorkers(uo.ReductionToOneDevice(), ConnectedWorkers(communicator), devices)
         value = uo.PerReplica([torch.ones(5)])
         ops.reduce(uo.ReduceOp.SUM, value, "cpu:0")
         found = stacks(lambda: ops.reduce(uo.ReduceOp.SUM, value, "cpu:0"))

@@ -13,18 +13,18 @@ from thread_ranks import make_threads
 
 import unisono as uo
 from unisono.communicators import Communicator
-from unisono.reductions import Workers
+from unisono.workers import ConnectedWorkers
 
 T = TypeVar("T")
 
 
-def on_workers(num_workers: int, target: Callable[[Workers], T]) -> list[T]:
+def on_workers(num_workers: int, target: Callable[[ConnectedWorkers], T]) -> list[T]:
     """Calls `target` for each worker at the same time, and returns what it returned, by rank.
 
     When one raises, the others are not left to wait, and the first real error is raised.
     """
 
-    def call(workers: Workers) -> T:
+    def call(workers: ConnectedWorkers) -> T:
         with workers.communicator:
             result = target(workers)
             workers.communicator.barrier()
@@ -48,15 +48,12 @@ def on_strategies(
     """
     counts = [num_replicas] * num_workers if isinstance(num_replicas, int) else num_replicas
 
-    def call(workers: Workers) -> T:
+    def call(workers: ConnectedWorkers) -> T:
         devices = tuple(uo.Device("cpu", i) for i in range(counts[workers.communicator.rank]))
         ops = make_ops()
         communicator = wrap(workers.communicator)
-        strategy = uo.Strategy(
-            uo.StrategyExtended(
-                devices, ops, communicator=communicator, replicas_per_worker=counts, **settings
-            )
-        )
+        own = ConnectedWorkers(communicator, counts)
+        strategy = uo.Strategy(uo.StrategyExtended(devices, ops, workers=own, **settings))
         try:
             result = target(strategy)
             # Or who is done would be missed by others.
@@ -68,10 +65,19 @@ def on_strategies(
     return _on_threads(num_workers, call)
 
 
-def _on_threads(num_workers: int, call: Callable[[Workers], T]) -> list[T]:
+def communicator_of(strategy: uo.Strategy) -> Communicator:
+    """What connects the workers of a strategy."""
+    workers = strategy.extended.workers
+    assert isinstance(workers, ConnectedWorkers)
+    return workers.communicator
+
+
+def _on_threads(num_workers: int, call: Callable[[ConnectedWorkers], T]) -> list[T]:
     communicators = make_threads(num_workers, timeout_seconds=120)
     with ThreadPoolExecutor(num_workers) as pool:
-        futures = [pool.submit(call, Workers(communicator)) for communicator in communicators]
+        futures = [
+            pool.submit(call, ConnectedWorkers(communicator)) for communicator in communicators
+        ]
         return [future.result(timeout=60) for future in futures]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 from canvas import Canvas
 from matplotlib.figure import Figure
@@ -11,27 +12,31 @@ from matplotlib.figure import Figure
 RULE = Path(__file__).parents[2] / "tests" / "test_architecture.py"
 
 
-def read_layers(name: str) -> list[list[str]]:
-    """Returns the layers of that name in the test of the import rule, the lowest first."""
+FILLS = {"many workers": "second", "captured steps": "third", "other interfaces": "plain"}
+
+
+def read(name: str) -> Any:
+    """Returns the table of that name in the test of the import rule."""
     for node in ast.parse(RULE.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            layers: list[list[str]] = ast.literal_eval(node.value)
-            return layers
+            return ast.literal_eval(node.value)
     raise LookupError(f"{RULE} has no {name}; the import rule must be there.")
 
 
 def draw_layers() -> Figure:
     """The packages, each above those that it may import."""
-    layers, tools = read_layers("LAYERS"), read_layers("TOOL_LAYERS")
+    group_of = {package: name for name, group in read("GROUPS").items() for package in group}
+    layers, tools = read("LAYERS"), read("TOOL_LAYERS")
     # Small enough that the picture fits on one screen.
-    pitch, height = 4.5, 3.7
-    top = 3.5 + pitch * len(layers)
+    pitch, height = 4.3, 3.5
+    top = 6 + pitch * len(layers)
     canvas = Canvas(112, top + 4)
     for level, packages in enumerate(layers):
         width = 82 / len(packages)
         for i, package in enumerate(packages):
-            x, y = 6 + i * width, 3.5 + pitch * level
-            canvas.box(x, y, width - 1, height, package, fill="first", size=9)
+            x, y = 6 + i * width, 6 + pitch * level
+            fill = FILLS.get(group_of.get(package, ""), "first")
+            canvas.box(x, y, width - 1, height, package, fill=fill, size=9)
     # The tools of one line stand below each other, with a gap before the next line.
     gap = pitch * (len(layers) - sum(map(len, tools))) / (len(tools) - 1)
     y = top
@@ -42,8 +47,11 @@ def draw_layers() -> Figure:
         y -= gap
     canvas.text(47, top + 2, "unisono", size=10, bold=True)
     canvas.text(101.5, top + 2, "unisono_tools", size=10, bold=True)
-    canvas.arrow((2.5, top - 1), (2.5, 3.5))
-    canvas.text(47, 1.5, "a package imports only packages on lower lines", size=9, gray=True)
+    canvas.arrow((2.5, top - 1), (2.5, 6))
+    canvas.text(47, 4, "a package imports only packages on lower lines", size=9, gray=True)
+    for i, (name, fill) in enumerate({"the core": "first", **FILLS}.items()):
+        canvas.box(6 + i * 20.5, 0.5, 2, 2, fill=fill)
+        canvas.text(9 + i * 20.5, 1.5, name, size=9, align="left")
     return canvas.figure
 
 

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     )
     from unisono.strategies import (
         MirroredStrategy,
-        MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
         RunOptions,
         Strategy,
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     )
     from unisono.values import DistributedValues, Mirrored, PerReplica
     from unisono.variables import Variable, VariableSynchronization, once
+    from unisono.workers import MultiWorkerMirroredStrategy
 
 __version__ = "0.1.0"
 
@@ -110,9 +110,10 @@ _HOMES = (
     "reductions",
     "variables",
     "input",
-    "functions",
     "strategies",
 )
+# The names of packages above the core, which a program on one host does not load.
+_ABOVE = {"MultiWorkerMirroredStrategy": "workers", "function": "functions"}
 
 
 def _load(name: str) -> Any:
@@ -120,7 +121,7 @@ def _load(name: str) -> Any:
     if name in __all__:
         if importlib.util.find_spec(f"unisono.{name}") is not None:
             return importlib.import_module(f"unisono.{name}")
-        for home in _HOMES:
+        for home in (_ABOVE[name],) if name in _ABOVE else _HOMES:
             module = importlib.import_module(f"unisono.{home}")
             if hasattr(module, name):
                 if home in ("contexts", "variables"):

@@ -13,7 +13,7 @@ from unisono.checkpoints import (
 )
 from unisono.input import ValueContext
 from unisono.options import CommunicationImplementation, CommunicationOptions
-from unisono.strategies import MultiWorkerMirroredStrategy as _Today
+from unisono.workers import MultiWorkerMirroredStrategy as _Today
 
 if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver

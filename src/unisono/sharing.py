@@ -34,6 +34,10 @@ class LiveSet(Generic[T]):
         with self._lock:
             self._refs = tuple(self._others(one))
 
+    def newest(self) -> T | None:
+        """Returns the object that was added last, of those that are alive."""
+        return next(reversed(list(self)), None)
+
     def __iter__(self) -> Iterator[T]:
         """Iterates over the objects that are alive now."""
         return iter([one for ref in self._refs if (one := ref()) is not None])

@@ -17,7 +17,7 @@ from unisono.devices import cpu_slots
 from unisono.errors import EndOfInputError, UnsupportedError
 from unisono.input import DistributedDataset, DistributedDatasetsFromFunction
 from unisono.input.split.splitter import rotated_sizes, tensorflow_sizes
-from unisono.reductions import Workers
+from unisono.workers import ConnectedWorkers
 
 AUTO, OFF, FILE = (
     uo.InputOptions(auto_shard_policy=policy, split="tensorflow")
@@ -62,7 +62,7 @@ def counting(strategy: uo.Strategy) -> Any:
     return [iterator.get_next(), iterator.get_next()]
 
 
-def context_of(workers: Workers, num_replicas: int) -> uo.InputContext:
+def context_of(workers: ConnectedWorkers, num_replicas: int) -> uo.InputContext:
     rank, size = workers.communicator.rank, workers.communicator.size
     return uo.InputContext(size, rank, size * num_replicas)
 
@@ -70,7 +70,7 @@ def context_of(workers: Workers, num_replicas: int) -> uo.InputContext:
 def by_two_workers(
     num_replicas: int, source: Any, options: uo.InputOptions = AUTO
 ) -> Callable[[Any], Any]:
-    def on_one(workers: Workers) -> list[Any]:
+    def on_one(workers: ConnectedWorkers) -> list[Any]:
         context = context_of(workers, num_replicas)
         dataset = DistributedDataset(
             source, cpu_slots(num_replicas), options, input_context=context, workers=workers
@@ -81,7 +81,7 @@ def by_two_workers(
 
 
 def functions_of_two_workers(make: Callable[[uo.InputContext], Any]) -> list[list[Any]]:
-    def on_one(workers: Workers) -> list[Any]:
+    def on_one(workers: ConnectedWorkers) -> list[Any]:
         context = context_of(workers, 1)
         dataset = DistributedDatasetsFromFunction(
             make, context, cpu_slots(1), AUTO, workers=workers

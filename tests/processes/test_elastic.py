@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.data import DataLoader, TensorDataset
+from worker_threads import communicator_of
 
 import unisono as uo
 from processes.crew import Crew, Desk
 from processes.elastic_programs import tell_of_updates
 from processes.harness import Ranks, run_ranks, strategy_of
 from processes.ports import free_ports
-from unisono.strategies import joining
+from unisono.workers import joining
 
 NUM_REPLICAS = 5
 
@@ -233,7 +234,7 @@ def work(
     torch.manual_seed(rank)
     strategy = strategy_of(rank, ports, 1, num_replicas=NUM_REPLICAS, elastic=elastic)
     # A cycle of references may keep it for a while.
-    first = strategy.extended.workers.communicator
+    first = communicator_of(strategy)
     try:
         return train(strategy, Fate(rank, plan), has_hooks), log.lines
     finally:

@@ -20,8 +20,8 @@ from processes.crew import Crew, Desk
 from processes.namespaces import enter, make_hosts
 from unisono.checkpoints.agreement import Notice
 from unisono.errors import CommunicationError, WorkerTimeoutError
-from unisono.reductions import Workers
-from unisono.strategies.elastic_leaving import READY_ALONE
+from unisono.workers import ConnectedWorkers
+from unisono.workers.elastic.leaving import READY_ALONE
 
 pytestmark = pytest.mark.timeout(200)
 SECONDS = 10.0
@@ -59,14 +59,14 @@ def train(desk: Desk, rank: int, addresses: list[str], namespace: str, folder: P
 
 def train_unheard(desk: Desk, *task: Any) -> str:
     """Does the same, and loses what the other worker sends as it learns that this one leaves."""
-    sign, gather = Notice.sign, Workers.gather
+    sign, gather = Notice.sign, ConnectedWorkers.gather
     signs: list[int] = []
 
     def noted(notice: Notice) -> int:
         signs.append(sign(notice))
         return signs[-1]
 
-    def lost(workers: Workers, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def lost(workers: ConnectedWorkers, tensor: torch.Tensor) -> list[torch.Tensor]:
         rows = gather(workers, tensor)
         if signs[-1:] == [READY_ALONE] and workers.are_many:
             desk.tell("cut")
@@ -74,7 +74,7 @@ def train_unheard(desk: Desk, *task: Any) -> str:
             raise WorkerTimeoutError("nothing came", [1])
         return rows
 
-    with patch.object(Notice, "sign", noted), patch.object(Workers, "gather", lost):
+    with patch.object(Notice, "sign", noted), patch.object(ConnectedWorkers, "gather", lost):
         return train(desk, *task)
 
 

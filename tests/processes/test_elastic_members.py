@@ -117,7 +117,7 @@ def test_a_paused_worker_does_not_go_on_after_those_who_went_on_without_it_have_
 
 def test_a_worker_that_is_paused_while_a_job_begins_does_not_begin_it_alone() -> None:
     """The others know it by then, and go on without it. It wakes up when they have ended."""
-    stops = {1: ("unisono.strategies.joining:gather_texts", 2)}
+    stops = {1: ("unisono.workers.joining:gather_texts", 2)}
     with job(3, {}, stops=stops, settings={"timeout_seconds": 10.0}) as (started, _):
         for one in (started[0], started[2]):
             assert one.hear("done") == (undisturbed(STEPS), (0, 2))

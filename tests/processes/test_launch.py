@@ -78,12 +78,12 @@ ELASTIC = """
 import os, pathlib, signal, sys
 import torch
 from unisono.cluster import Membership, detect
-from unisono.cluster.elastic import share_state
+from unisono.communicators.wire import share_state
 from unisono.devices import cpu_slots
 from unisono.errors import CommunicationError
 from unisono.experimental import CommunicationOptions
 from unisono.options import ReduceOp
-from unisono.strategies.joining import join_elastic
+from unisono.workers.joining import join_elastic
 
 options = CommunicationOptions(timeout_seconds=60)
 members, _ = join_elastic(Membership.of(detect()), cpu_slots(1), options, 4)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from worker_threads import communicator_of
 
 import unisono as uo
 from processes.harness import run_ranks
@@ -284,7 +285,7 @@ def properties(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
     extended = strategy.extended
     strategy.check_health()
     # Who has closed is lost to those that still ask.
-    extended.workers.communicator.barrier()
+    communicator_of(strategy).barrier()
     return {
         "in sync": strategy.num_replicas_in_sync,
         "chief": strategy.is_chief,

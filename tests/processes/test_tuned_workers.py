@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from worker_threads import communicator_of
 
 from processes.harness import run_ranks
 from processes.namespaces import enter, make_hosts
@@ -37,7 +38,7 @@ def tuned_and_not(
 def trained(port: int, rank: int, size: int) -> tuple[int, bytes]:
     """Trains ten parameters of 128 KiB; returns the number of packs and the weights."""
     strategy = worker(port, rank, size)
-    packs = counted(strategy.extended.workers.communicator)
+    packs = counted(communicator_of(strategy))
     torch.manual_seed(0)
     with strategy.scope():
         widths = [128, 256] * 6

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from worker_threads import communicator_of
 
 import unisono as uo
 from processes.crew import Desk
@@ -141,7 +142,7 @@ def _go_on(
             other = None
             if now == injection.step:
                 end = time.monotonic() + injection.seconds + 20
-                strategy.extended.workers.communicator.set_timeout(injection.seconds)
+                communicator_of(strategy).set_timeout(injection.seconds)
             if is_culprit and is_unequal and now == injection.step:
                 injection.strike(desk)
                 other = _other_value(injection.fault)

@@ -63,6 +63,7 @@ class World:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.reference = nn.Sequential(*(copy.deepcopy(layer) for layer in self.model))
         self.plain = torch.optim.SGD(self.reference.parameters(), lr=0.01)
+        self.captured = uo.function(_step(self.model, self.optimizer, lambda _: None))
 
     def batches(self) -> uo.PerReplica:
         """Returns a batch of random numbers for each replica."""
@@ -97,10 +98,9 @@ def _loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return mse_loss(model(rows[:, :-1]), rows[:, -1:])
 
 
-def train(world: World, rows: uo.PerReplica, before: Callable[[str], None]) -> Any:
-    """One training step; `before` is called on each replica before each part of it."""
-    model, optimizer = world.model, world.optimizer
-
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, before: Callable[[str], None]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def step(own: torch.Tensor) -> torch.Tensor:
         before("zero_grad")
         optimizer.zero_grad()
@@ -113,7 +113,12 @@ def train(world: World, rows: uo.PerReplica, before: Callable[[str], None]) -> A
         before("return")
         return loss.detach()
 
-    return world.strategy.run(step, (rows,))
+    return step
+
+
+def train(world: World, rows: uo.PerReplica, before: Callable[[str], None]) -> Any:
+    """One training step; `before` is called on each replica before each part of it."""
+    return world.strategy.run(_step(world.model, world.optimizer, before), (rows,))
 
 
 def good_step(world: World) -> None:
@@ -121,6 +126,14 @@ def good_step(world: World) -> None:
     rows = world.batches()
     train(world, rows, lambda _: None)
     world.check(rows)
+
+
+def captured_steps(world: World) -> None:
+    """Steps that run eagerly, are captured, and are replayed, as often as they came before."""
+    for _ in range(3):
+        rows = world.batches()
+        world.strategy.run(world.captured, (rows,))
+        world.check(rows)
 
 
 def failing_step(world: World) -> None:
@@ -150,6 +163,7 @@ def interrupted_step(world: World) -> None:
     within a destructor or the callback of a weak reference.
     """
     delay, is_over = world.draw.random() * 0.05, threading.Event()
+    is_captured = world.draw.random() < 0.3
 
     def press() -> None:
         wait = delay
@@ -161,7 +175,10 @@ def interrupted_step(world: World) -> None:
     try:
         presser.start()
         while True:
-            train(world, world.batches(), lambda _: None)
+            if is_captured:
+                world.strategy.run(world.captured, (world.batches(),))
+            else:
+                train(world, world.batches(), lambda _: None)
     except KeyboardInterrupt:
         pass
     finally:
@@ -258,6 +275,7 @@ def two_at_once(world: World) -> None:
         try:
             for _ in range(5):
                 good_step(other)
+                captured_steps(other)
                 failing_step(other)
         except BaseException as error:
             errors.append(error)
@@ -266,6 +284,7 @@ def two_at_once(world: World) -> None:
     thread.start()
     for _ in range(5):
         good_step(world)
+        captured_steps(world)
     thread.join()
     other.strategy.close()
     if errors:
@@ -274,6 +293,7 @@ def two_at_once(world: World) -> None:
 
 ACTIONS: dict[Callable[[World], None], int] = {
     good_step: 8,
+    captured_steps: 4,
     failing_step: 4,
     interrupted_step: 3,
     meetings: 4,

@@ -57,12 +57,7 @@ def part_of_sender(sender: int, receiver: int, turn: int, num_ranks: int) -> ran
 
 
 class Send(NamedTuple):
-    """Each of `senders` sends `share` of the tensor to the ranks `offsets` further on.
-
-    Attributes:
-        offsets: How much further on the receivers are.
-        share: How much each receiver gets.
-    """
+    """Each of `senders` sends `share` of the tensor to each of the ranks `offsets` further on."""
 
     senders: tuple[int, ...] | range
     offsets: range
@@ -227,32 +222,38 @@ class _Run:
         return 1 if self.root is not None else self.rounds.num_ranks * self.num_terms
 
     def turn(self, rank: int, step: int) -> Turn:
-        targets = list(self._receivers(rank, step))
+        sends, turn = self.steps[step]
+        size = self.rounds.num_ranks
+        targets = [
+            (peer, send.parts(rank, peer, turn, size))
+            for send in sends
+            if rank in send.senders
+            for peer in ((rank + offset) % size for offset in send.offsets)
+        ]
         sources = list(self._senders(rank, step))
         return Turn(
             (tuple(peer for peer, _ in targets), tuple(peer for peer, _ in sources)),
             tuple(
-                Message(peer, part, node)
+                message
                 for peer, parts in targets
-                for part in parts
-                for node in self._sent(rank, peer, part, step)
+                for message in self._sent(peer, rank, peer, parts, step)
             ),
             tuple(
-                Message(peer, part, node)
+                message
                 for peer, parts in sources
-                for part in parts
-                for node in self._sent(peer, rank, part, step)
+                for message in self._sent(peer, peer, rank, parts, step)
             ),
         )
 
-    def _sent(self, sender: int, receiver: int, part: int, step: int) -> list[Node]:
-        """Returns what the sender has of a part and the receiver lacks."""
-        there = self.held(receiver, part, step)
-        return [
-            (start, stop)
-            for start, stop in self.held(sender, part, step)
-            if not any(first <= start and stop <= last for first, last in there)
-        ]
+    def _sent(
+        self, peer: int, sender: int, receiver: int, parts: range, step: int
+    ) -> Iterator[Message]:
+        """Yields what the sender has of some parts and the receiver lacks."""
+        for part in parts:
+            there = self.held(receiver, part, step)
+            for start, stop in self.held(sender, part, step):
+                if not any(first <= start and stop <= last for first, last in there):
+                    yield Message(peer, part, (start, stop))
 
     @functools.cache  # noqa: B019
     def held(self, rank: int, part: int, step: int) -> tuple[Node, ...]:
@@ -270,14 +271,6 @@ class _Run:
             for node in self.held(peer, part, step - 1)
         ]
         return merged([*before, *come], self._total) if come else before
-
-    def _receivers(self, rank: int, step: int) -> Iterator[tuple[int, range]]:
-        sends, turn = self.steps[step]
-        size = self.rounds.num_ranks
-        for send in sends:
-            if rank in send.senders:
-                for peer in ((rank + offset) % size for offset in send.offsets):
-                    yield peer, send.parts(rank, peer, turn, size)
 
     def _senders(self, rank: int, step: int) -> Iterator[tuple[int, range]]:
         sends, turn = self.steps[step]

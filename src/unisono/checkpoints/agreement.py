@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from unisono.arguments import check_callable, check_timeout, in_words
 from unisono.communicators import STORE_ERRORS, JobStore, TracedCommunicator
 from unisono.errors import ContextError, UnsupportedError, WorkerTimeoutError
-from unisono.strategies.elastic_leaving import PREEMPTED, READY, READY_ALONE, UNDISTURBED
+from unisono.workers.elastic.leaving import PREEMPTED, READY, READY_ALONE, UNDISTURBED
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.workers.elastic import ElasticJob
 
 # How long a worker of an elastic job goes on, since others may be preempted at the same time.
 _PATIENCE_SECONDS = 1.0
@@ -94,6 +94,8 @@ class Notice:
         self._grace = config.grace_period or 0.0
         self._previous: dict[signal.Signals, Any] = {}
         self._is_announced = None if isinstance(watcher, signal.Signals) else watcher
+        # Whether a thread must call `look` now and then.
+        self.needs_thread = self._is_announced is not None
         if threading.current_thread() is threading.main_thread():
             own = [watcher] if isinstance(watcher, signal.Signals) else []
             for number in {signal.SIGTERM, *own}:
@@ -105,11 +107,6 @@ class Notice:
                 "Make it in the main thread, or give `TerminationConfig` a "
                 "`termination_watcher_fn` that can be called."
             )
-
-    @property
-    def needs_thread(self) -> bool:
-        """Whether a thread must call `look` now and then."""
-        return self._is_announced is not None
 
     def look(self) -> None:
         """Asks the function whether the end is announced."""

@@ -121,7 +121,7 @@ class _AllGather(torch.autograd.Function):
                 own if counts else own.narrow(axis, 0, 0)
                 for own, counts in zip(given, counting, strict=True)
             ]
-            with workers.communicator.within(options.timeout_seconds if options else None):
+            with workers.within(options.timeout_seconds if options else None):
                 total, first = workers.concatenate(given, axis)
             sizes = [own.shape[axis] for own in given]
             starts = [first + sum(sizes[:i]) for i in range(len(sizes))]

@@ -25,7 +25,7 @@ from unisono.contrib.strategies import (
     run_standard_tensorflow_server,
 )
 from unisono.contrib.towers import CrossTowerOps, PerDevice
-from unisono.strategies import ConfigProto
+from unisono.workers import ConfigProto
 
 __all__ = [
     "AllReduceCrossDeviceOps",

@@ -1,13 +1,10 @@
 """The cost of algorithms: constants of links, predicted times, and the tuning file."""
 
 from unisono.costs.model import (
-    BYTES_PER_PACK,
     SMALL_BYTES,
     USUAL_LINK,
     Cluster,
-    Line,
     Link,
-    best_bytes_per_pack,
     by_host,
     cost_line,
     fastest_flat,
@@ -15,7 +12,9 @@ from unisono.costs.model import (
     rounds_of,
     schedule_line,
 )
-from unisono.costs.tuning import Run, Tuning, current_tuning, read_tuning, tuning_path
+from unisono.costs.tuning import Run, Tuning, current_tuning, read_tuning
+from unisono.packing import BYTES_PER_PACK, Line, best_bytes_per_pack
+from unisono.system import tuning_path
 
 __all__ = [
     "BYTES_PER_PACK",

@@ -6,18 +6,19 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from unisono.costs.model import BYTES_PER_PACK, Link
+from unisono.algorithms import Schedule
+from unisono.costs.model import Link, schedule_line
 from unisono.errors import TuningError
-from unisono.system import processor
+from unisono.packing import BYTES_PER_PACK, Line
+from unisono.system import TUNING, is_tuned, processor, tuning_path
 
-TUNING = "UNISONO_TUNING"
 _FORMAT = 2
 _log = logging.getLogger("unisono")
 
@@ -75,6 +76,10 @@ class Tuning:
             return False
         return self.tcp.seconds(1, BYTES_PER_PACK) < self.between.seconds(1, BYTES_PER_PACK)
 
+    def line(self, schedule: Schedule, memories: Sequence[Hashable]) -> Line:
+        """Returns the cost of a schedule between devices of one process that have memories."""
+        return schedule_line(schedule, memories, self.devices, self.memory)
+
     def to_text(self) -> str:
         """Returns the content of the file."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
@@ -108,21 +113,6 @@ class Tuning:
 LINKS = ("memory", "devices", "inside", "loopback", "between", "tcp")
 
 
-def tuning_path() -> Path:
-    """Returns the path of the file: UNISONO_TUNING, or a file in the user's cache."""
-    named = os.environ.get(TUNING)
-    if named and named != "off":
-        return Path(named)
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:
-        raise TuningError(
-            f"There is no home folder for the tuning file: {error} Set {TUNING} to a path, or set "
-            f"{TUNING}=off."
-        ) from error
-    return Path(cache) / "unisono" / "tuning.json"
-
-
 def read_tuning(path: Path) -> Tuning:
     """Reads a tuning file of any machine."""
     try:
@@ -144,22 +134,23 @@ def current_tuning() -> Tuning | None:
     A file that UNISONO_TUNING names must be of this machine. The file in the user's cache never
     stops a strategy: if it is broken, unreadable or of another machine, this logs one line.
     """
-    named = os.environ.get(TUNING)
-    if named == "off":
+    if not is_tuned():
         return None
     try:
         path = tuning_path()
-        # Unlike `Path.exists`, also False if a parent folder cannot be read.
-        if not named and not os.path.exists(path):
-            return None
         tuning = read_tuning(path)
-        if differing := _differences(tuning.machine, this_machine_in_words()):
+        found, here = tuning.machine, this_machine_in_words().items()
+        if differing := ", ".join(
+            f"{fact} {found.get(fact)!r}, here {value!r}"
+            for fact, value in here
+            if found.get(fact) != value
+        ):
             raise TuningError(
                 f"{path} was measured on another machine: {differing}. Run `unisono tune` here, "
                 f"or set {TUNING}=off."
             )
     except TuningError as error:
-        if named:
+        if os.environ.get(TUNING):
             raise
         _log.warning("Goes on untuned. %s", error)
         return None
@@ -170,11 +161,3 @@ def this_machine_in_words() -> dict[str, Any]:
     """Returns what the constants depend on, as text."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": processor(), "cores": os.cpu_count(), "gpus": gpus}
-
-
-def _differences(found: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{fact} {found.get(fact)!r}, here {value!r}"
-        for fact, value in here.items()
-        if found.get(fact) != value
-    )

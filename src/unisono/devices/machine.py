@@ -113,7 +113,13 @@ def resolve(spec: DeviceLike) -> Device:
 def replica_devices(devices: Any) -> tuple[Device, ...]:
     """Reads the devices, one per replica. A single device means one replica."""
     if isinstance(devices, (str, torch.device, Device)):
-        _check_one_meant(devices)
+        num_gpus = len(this_machine().gpus)
+        # torch reads "cuda" as the current GPU, but the caller may mean all GPUs.
+        if num_gpus > 1 and str(devices).strip("/").lower() in ("cuda", "gpu"):
+            raise DeviceError(
+                f"`devices={devices!r}` may mean one GPU or all {num_gpus} of this host. Write "
+                "`devices=None` for all of them, or `devices=['cuda:0']` for one."
+            )
         devices = [devices]
     try:
         iterator = iter(devices)
@@ -137,16 +143,6 @@ def replica_devices(devices: Any) -> tuple[Device, ...]:
             "replicas are cpu:0, cpu:1, and so on, and two replicas on one GPU cuda:0, cuda:0#1."
         )
     return resolved
-
-
-def _check_one_meant(device: DeviceLike) -> None:
-    """Refuses `"cuda"`: torch reads it as the current GPU, but the caller may mean all GPUs."""
-    num_gpus = len(this_machine().gpus)
-    if num_gpus > 1 and str(device).strip("/").lower() in ("cuda", "gpu"):
-        raise DeviceError(
-            f"`devices={device!r}` may mean one GPU or all {num_gpus} of this host. Write "
-            "`devices=None` for all of them, or `devices=['cuda:0']` for one."
-        )
 
 
 def spread(devices: tuple[Device, ...], num_replicas: int) -> tuple[Device, ...]:

@@ -31,7 +31,6 @@ from unisono.functions.signature import (
     modes,
     read_inputs,
 )
-from unisono.functions.step_function import Function
 from unisono.functions.surroundings import Surroundings
 from unisono.functions.together import CAPTURE, NOTHING, Together
 from unisono.tracing import span
@@ -40,6 +39,7 @@ from unisono.variables import Settings
 
 if TYPE_CHECKING:
     from unisono.functions.captures import Captures
+    from unisono.functions.step_function import Function
 
 # cuBLAS, cuDNN and the allocator set themselves up in the first calls, which no graph may hold.
 _NUM_EAGER = 2
@@ -165,7 +165,8 @@ class CapturedFunction:
             step = self._steps[key] = _Step()
         if step.drop_outdated():
             self._num_changes += 1
-        if step.own is None and self._of.is_on_host and sys.getprofile() is not None:
+        may_look = self._of.is_on_host or self._of.mirrors.is_single
+        if step.own is None and may_look and sys.getprofile() is not None:
             # What looks for reasons not to capture is a profiler, too.
             return nothing
         return step, inputs.tensors
@@ -359,8 +360,8 @@ def without_garbage() -> Iterator[None]:
     Freeing an earlier CUDA graph would end a capture, and finalizers are not a part of the step.
     """
     is_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if is_enabled:

@@ -10,41 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.engines import ReplicaGenerators, RunGenerators
+from unisono.engines import RunGenerators
 from unisono.functions.captured import CapturedFunction
 from unisono.functions.cpu_graphs import CpuGraphs
 from unisono.functions.cuda_graphs import CudaGraphs, Lanes
-from unisono.functions.recording import CallEach, Graphs
+from unisono.functions.recording import Graphs
 from unisono.functions.signature import Same
-from unisono.functions.step_function import Function
 from unisono.functions.together import Together
 
 if TYPE_CHECKING:
+    from unisono.functions.step_function import Function
+    from unisono.strategies.runner import Runner
     from unisono.strategies.worker import WorkerReplicas
 
 _MAX_FUNCTIONS = 64
 
 
 class Captures:
-    """The functions that one strategy has captured.
+    """The functions that one strategy has captured."""
 
-    Args:
-        call_each: In a replay, makes one call on the thread of each replica, all at the same time.
-    """
-
-    def __init__(
-        self,
-        places: Sequence[torch.device],
-        generators: Sequence[ReplicaGenerators],
-        replicas: WorkerReplicas,
-        call_each: CallEach,
-    ) -> None:
-        self.places = places
-        self._generators = generators
+    def __init__(self, replicas: WorkerReplicas, runner: Runner) -> None:
+        self.places = runner.places
+        self._generators = runner.generators
         self.mirrors = replicas.mirrors
-        self._call_each = call_each
+        self._call_each = runner.call_each
         self._replicas = weakref.ref(replicas)
-        self.is_on_host = all(place.type == "cpu" for place in places)
+        self.is_on_host = all(place.type == "cpu" for place in self.places)
         self._functions: dict[Hashable, CapturedFunction] = {}
         # What the log says already. A function that is made in a loop has the same line every time.
         self.told: set[str] = set()
@@ -92,7 +83,7 @@ class Captures:
     @property
     def together(self) -> Together | None:
         """What all workers capture together; None if none of them captures what they exchange."""
-        engine = self.replicas.workers.communicator.graph_engine
+        engine = self.replicas.workers.graph_engine
         if engine is None or self.is_on_host or self.replicas.hook is not None:
             return None
         if self.lanes.are_several:

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.engines import names_in
 from unisono.functions.signature import CONTAINERS
-from unisono.variables import groups_of, raw
+from unisono.variables import groups_of, plain_class, raw
 
 # Of a longer container, which is data, identity and length are enough.
 _MOST_ENTRIES = 4096
@@ -113,6 +113,8 @@ class Places:
                 self.containers += [(label, value)] * (not isinstance(value, tuple))
                 parts = value.values() if isinstance(value, dict) else value
                 yield from ((label, part) for part in parts)
+            else:
+                self.found.append((label, functools.partial(len, value)))
         elif isinstance(value, Tensor):
             yield from self._attributes(label, vars(value))
         elif isinstance(value, (Optimizer, LRScheduler)):
@@ -197,7 +199,8 @@ class Places:
                 held = filter(None, (own["_parameters"], own["_buffers"]))
                 name = f"the attributes of {type(one).__name__}"
                 self.tables += [(name, table) for table in (own, *held)]
-            yield from self._of_class(type(one).__name__, type(one))
+            cls = plain_class(type(one))
+            yield from self._of_class(cls.__name__, cls)
             for name in _HOOKS:
                 yield from ((f"a hook of {label}", hook) for hook in own[name].values())
             for name in self._named.intersection(own):
@@ -221,7 +224,7 @@ class Places:
         self.scheduled.update(name for name, _ in self.found if name in read)
 
     def _of_object(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
-        cls = type(value)
+        cls = plain_class(type(value))
         own = getattr(value, "__dict__", None)
         is_iterator = hasattr(cls, "__next__") and not isinstance(own, dict)
         if isinstance(value, _QUEUES) or (is_iterator and not hasattr(cls, "write")):

@@ -226,11 +226,7 @@ class Recording:
             self._replay_parts()
         else:
             self._mirrors.watch.stamp()
-            self._mirrors.fronts.put_up()
-            try:
-                self._replay_parts()
-            finally:
-                self._mirrors.fronts.take_down()
+            self._mirrors.fronts.up_during(self._replay_parts)
         if self._end is not None:
             self._end.restore()
 

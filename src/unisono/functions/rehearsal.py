@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,18 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from unisono.contexts import CrossReplicaContext, current_context, entered
 from unisono.engines import RunGenerators
 from unisono.functions.cpu_graphs import CpuGraphs, Logs
 from unisono.functions.lines import line_here
 from unisono.functions.signature import ModuleState
 from unisono.functions.surroundings import Surroundings
-from unisono.sharing import computed_once
 from unisono.values import DistributedValues, flatten
-from unisono.variables import Mirrors, Settings, plain_class, sets_groups, watch_updates
+from unisono.variables import Mirrors, Settings, plain_class, sets_groups
 
+_call_of_modules: Any = nn.Module.__call__
+# torch puts its code around the `step` of every class of optimizers.
+_update_of_optimizers: Any = Optimizer.profile_hook_step(Optimizer.step)
 HOST_RANDOMNESS = (
     "it draws random numbers on the host; draw them with torch on the device of the replica, or "
     "before `run`"
@@ -75,11 +78,11 @@ class Rehearsal:
     def call(self, what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
         """Makes a call that Python will make at every replay, too; its results must be tensors."""
         can_be_captured = settings is not None and settings.can_be_captured
-        self._check_program()
+        self._as_program(self._check_program)
         # Python may wait there, unless the call is to become a part of a graph.
         with _waits(lambda _: self.waiting.add(what)), self._unnoted():
             result = work()
-        self._surroundings.allow_changes()
+        self._as_program(self._surroundings.allow_changes)
         is_update = settings is not None or what.startswith("GradScaler")
         read = self._surroundings.scheduled
         if read and what.endswith(".step()") and not is_update:
@@ -94,6 +97,12 @@ class Rehearsal:
                     "the step may depend; return a tensor or nothing"
                 )
         return result
+
+    @staticmethod
+    def _as_program(look: Callable[[], None]) -> None:
+        """Looks at what the program has, also on the thread of a replica, which sees its clones."""
+        with entered(CrossReplicaContext(current_context().replicas)):
+            look()
 
     def _check_program(self) -> None:
         """Refuses what the step itself has changed, outside of calls that Python makes again."""
@@ -151,29 +160,6 @@ class Rehearsal:
             self._surroundings.take([], self._graphs.named)
 
 
-class _OnThisThread(threading.local):
-    """What an update of an optimizer on this thread is shown to."""
-
-    note: Callable[[Optimizer], None] | None = None
-
-
-_on_this_thread = _OnThisThread()
-
-
-@computed_once
-def _show_updates() -> None:
-    """From now on, `_OnThisThread` is shown updates.
-
-    torch has one table of such hooks for all threads, and others may be going through it.
-    """
-
-    def show(optimizer: Optimizer, *_: Any) -> None:
-        if (note := _on_this_thread.note) is not None:
-            note(optimizer)
-
-    watch_updates(show)
-
-
 @contextmanager
 def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]:
     """Within the block, tells of models and optimizers that a single replica has from outside.
@@ -183,26 +169,29 @@ def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]
     if not mirrors.is_single:
         yield
         return
-    known, this_thread = set(map(id, mirrors.modules())), threading.get_ident()
+    known = set(map(id, mirrors.modules()))
 
-    def on_call(module: nn.Module, _: Any) -> None:
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        is_outside = id(module) not in known and any(one is not None for one in tensors)
-        if is_outside and threading.get_ident() == this_thread:
-            refuse(f"{type(module).__name__} was made outside `strategy.scope()`")
+    # A profile function is of one thread. torch has one table of hooks for all threads, and others
+    # may be going through it.
+    def note(frame: types.FrameType, event: str, _: Any) -> None:
+        outsider = None
+        if event == "call" and frame.f_code is _call_of_modules.__code__:
+            module = frame.f_locals["self"]
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            if id(module) not in known and any(one is not None for one in tensors):
+                outsider = module
+        elif event == "call" and frame.f_code is _update_of_optimizers.__code__:
+            optimizer = frame.f_locals["args"][0]
+            if plain_class(type(optimizer)) is type(optimizer):
+                outsider = optimizer
+        if outsider is not None:
+            refuse(f"{type(outsider).__name__} was made outside `strategy.scope()`")
 
-    def on_update(optimizer: Optimizer) -> None:
-        if plain_class(type(optimizer)) is type(optimizer):
-            refuse(f"{type(optimizer).__name__} was made outside `strategy.scope()`")
-
-    _show_updates()
-    hook = register_module_forward_pre_hook(on_call)
-    _on_this_thread.note = on_update
+    sys.setprofile(note)
     try:
         yield
     finally:
-        _on_this_thread.note = None
-        hook.remove()
+        sys.setprofile(None)
 
 
 @contextmanager

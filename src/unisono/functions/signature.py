@@ -212,11 +212,7 @@ class ModuleState:
             for place, (module, table) in enumerate(zip(modules, tables, strict=True))
             for name, value in table.items()
         }
-        # Another thread may rehearse a step, with a hook of ours, at the same time.
-        self._attributes |= {
-            name: frozen({key: hook for key, hook in held.copy().items() if not _is_ours(hook)})
-            for name, held in hooks.items()
-        }
+        self._attributes |= {name: frozen(held) for name, held in hooks.items()}
         key = tuple(map(Same, modules)), tuple(self._attributes.items())
         self._number = self._numbers.setdefault(key, len(self._numbers))
 
@@ -251,10 +247,6 @@ def _hooks_of_all() -> dict[str, dict[int, Any]]:
         for name, held in tables
         if name.startswith("_global_") and isinstance(held, dict)
     }
-
-
-def _is_ours(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("unisono.")
 
 
 def _tensors(tables: Sequence[dict[str, Any]], *names: str) -> list[Tensor]:

@@ -11,6 +11,9 @@ from typing_extensions import ParamSpec
 
 from unisono.arguments import check_bool, check_callable
 from unisono.contexts import running_replica
+from unisono.functions.captures import Captures
+from unisono.strategies.runner import Capturable, Runner
+from unisono.strategies.worker import WorkerReplicas
 
 _logger = logging.getLogger("unisono")
 
@@ -19,7 +22,7 @@ Q = ParamSpec("Q")
 T = TypeVar("T")
 
 
-class Function(Generic[P, T]):
+class Function(Capturable, Generic[P, T]):
     """A step that `Strategy.run` may capture and replay. Called directly, it is the step itself."""
 
     def __init__(self, fn: Callable[P, T], *, strict: bool = False) -> None:
@@ -40,6 +43,9 @@ class Function(Generic[P, T]):
                 self,
             )
         return self.fn(*args, **kwargs)
+
+    def captures(self, replicas: WorkerReplicas, runner: Runner) -> Captures:
+        return Captures(replicas, runner)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Function[P, T]: ...

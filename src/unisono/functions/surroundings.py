@@ -6,7 +6,6 @@ signature. If the step itself changes one, it cannot be captured.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -84,20 +83,18 @@ class Surroundings:
 
     def _are_current(self) -> bool:
         found = [get() for get in self._getters]
-        return (
-            all(map(operator.is_, found, self._found))
-            and self._contents.are_same()
-            and [one.shape for one in self._tensors] == self._shapes
-        )
+        if not all(map(operator.is_, found, self._found)):
+            # Equal numbers and strings need not be the same objects.
+            if list(map(constant, found)) != list(map(constant, self._found)):
+                return False
+            self._found = found
+        return self._contents.are_same() and [one.shape for one in self._tensors] == self._shapes
 
     def _look(self) -> None:
         seen = Places(self._roots, self._named, self._modules())
         self.generators, self.iterator = seen.generators, seen.iterator
         self.scheduled = seen.scheduled
         places = [one for one in seen.found if one[0] not in self._changing]
-        for name, get in places.copy():
-            if isinstance(value := get(), CONTAINERS) and not is_short(value):
-                places.append((name, functools.partial(len, value)))
         held, tables = (
             [one for one in some if one[0] not in self._changing]
             for some in (seen.containers, seen.tables)

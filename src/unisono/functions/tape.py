@@ -106,6 +106,7 @@ class Tape:
         # The generator that is drawn from, and its state before.
         drawn_from = generator or torch.default_generator
         self.state = drawn_from, drawn_from.get_state()
+        # Whether the replica has drawn from it, or has set its state.
         self.has_drawn = False
         # Whether a value gets another shape in place.
         self.reshapes = False

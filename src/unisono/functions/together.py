@@ -9,12 +9,15 @@ between two of them.
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 
-from unisono.communicators import GraphEngine
 from unisono.errors import CommunicationError, UnequalCollectivesError
 from unisono.reductions import Workers
+
+if TYPE_CHECKING:
+    from unisono.communicators import GraphEngine
 
 # What workers can agree on, besides the numbers of captures.
 NOTHING, CAPTURE = 0, 1

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from unisono.engines import names_in
 from unisono.functions.lines import is_in_libraries, is_ours, line_here
+from unisono.functions.tape import Noting
 
 # These bring the values of a tensor to Python without an operator.
 _READING = frozenset(
@@ -88,26 +89,28 @@ class Watching:
 
     Args:
         refuse: Takes a reason.
-        is_on: Whether it counts at the moment.
+        noting: What has a tape as long as it counts.
         named: Takes the names in the code of all functions of the program that are called.
     """
 
-    def __init__(
-        self, refuse: Callable[[str], None], is_on: Callable[[], bool], named: set[str]
-    ) -> None:
+    def __init__(self, refuse: Callable[[str], None], noting: Noting, named: set[str]) -> None:
         self._refuse = refuse
-        self._is_on = is_on
+        self._noting = noting
         self._named = named
         self._seen: set[types.CodeType] = set()
         self._arguments = _Arguments(self._note_reading)
 
     def __enter__(self) -> None:
+        # That of `outsiders`, for example.
+        self._outer: Any = sys.getprofile()
         sys.setprofile(self._note)
 
     def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
+        sys.setprofile(self._outer)
 
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        if self._outer is not None:
+            self._outer(frame, event, arg)
         if self._arguments.is_making:
             return
         if event == "call":
@@ -127,10 +130,15 @@ class Watching:
                 self._arguments.begin(name)
             elif name in _SEEDING and isinstance(arg.__self__, torch.Generator):
                 self._refuse_here("seeds a random generator", frame)
+            elif name == "set_state" and (tape := self._noting.tape) is not None:
+                tape.has_drawn |= isinstance(arg.__self__, torch.Generator)
             elif arg.__module__ == "time" and not is_in_libraries(frame):
                 self._refuse_here("reads the clock", frame)
         elif event != "return":
             self._arguments.end(arg.__name__)
+
+    def _is_on(self) -> bool:
+        return self._noting.tape is not None
 
     def _note_reading(self, frame: types.FrameType | None, name: str = "") -> None:
         if frame is None:

@@ -31,7 +31,7 @@ from unisono.reductions import Workers
 from unisono.values import as_tensor, take_apart
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.workers.elastic import ElasticJob
 
 DatasetFn: TypeAlias = Callable[[InputContext], Any]
 
@@ -256,7 +256,11 @@ def values_from_function(
 
 
 class ArrayDataset(TensorDataset):
-    """The rows of a nested structure of arrays. The arrays are shared, not copied."""
+    """The rows of an array, or of a tuple, list or dict of `arrays`, which are not copied.
+
+    >>> ArrayDataset({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 1]})[1]
+    {'x': tensor([3., 4.]), 'y': tensor(1)}
+    """
 
     def __init__(self, arrays: Any) -> None:
         self._tree, leaves = take_apart(arrays, is_column)
@@ -279,10 +283,4 @@ class ArrayDataset(TensorDataset):
         return self._tree.build([tensor[index] for tensor in self.tensors])
 
 
-def numpy_dataset(arrays: Any) -> ArrayDataset:
-    """Makes a dataset of the rows of an array, or of a tuple, list or dict of arrays.
-
-    >>> numpy_dataset({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 1]})[1]
-    {'x': tensor([3., 4.]), 'y': tensor(1)}
-    """
-    return ArrayDataset(arrays)
+numpy_dataset = ArrayDataset

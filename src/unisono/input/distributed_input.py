@@ -26,7 +26,7 @@ from unisono.reductions import ReplicaLayout, Workers
 from unisono.values import PerReplica
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.workers.elastic import ElasticJob
 
 _log = logging.getLogger("unisono")
 

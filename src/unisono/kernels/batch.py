@@ -41,18 +41,8 @@ def reduce_fused(
     The kernels support contiguous tensors that fit together, so these items need no other check. On
     a GPU, they reduce the whole batch or nothing.
     """
-    if batch and _is_on_gpu(batch[0]):
-        return _reduce_on_gpu(op, batch, copies)
-    return _reduce_on_host(op, batch, copies)
-
-
-def _is_on_gpu(item: Item) -> bool:
-    return isinstance(item[0], Tensor) and item[0].is_cuda
-
-
-def _reduce_on_gpu(
-    op: ReduceOp, batch: Sequence[Item], copies: Sequence[int]
-) -> list[tuple[Tensor, ...] | None]:
+    if not batch or not _is_on_gpu(batch[0]):
+        return _reduce_on_host(op, batch, copies)
     if not all(_is_on_gpu(item) and item[0].layout is torch.strided for item in batch):
         return [None] * len(batch)
     outputs = [
@@ -60,6 +50,10 @@ def _reduce_on_gpu(
         for item, count in zip(batch, copies, strict=True)
     ]
     return [*outputs] if reduce_on_gpu(op, batch, outputs) else [None] * len(batch)
+
+
+def _is_on_gpu(item: Item) -> bool:
+    return isinstance(item[0], Tensor) and item[0].is_cuda
 
 
 def _reduce_on_host(

@@ -1,6 +1,5 @@
 """Cross-device operations: an algorithm, a packing rule, and values in and out."""
 
-from unisono.reductions.across_workers import AcrossWorkers
 from unisono.reductions.all_reduce import AllReduce, HierarchicalCopyAllReduce
 from unisono.reductions.cross_device_ops import (
     CrossDeviceOps,
@@ -13,7 +12,7 @@ from unisono.reductions.cross_device_ops import (
 )
 from unisono.reductions.destinations import Destinations, destinations_of, listed_destinations
 from unisono.reductions.nccl import NcclAllReduce
-from unisono.reductions.scheduled import AccumulationFn, Ends, ReductionToOneDevice
+from unisono.reductions.scheduled import Ends, Prices, ReductionToOneDevice
 from unisono.reductions.selection import (
     choose_cross_device_ops,
     predicted_cost,
@@ -22,8 +21,6 @@ from unisono.reductions.selection import (
 from unisono.reductions.workers import ReplicaLayout, Workers, dealt
 
 __all__ = [
-    "AccumulationFn",
-    "AcrossWorkers",
     "AllReduce",
     "CrossDeviceOps",
     "Destinations",
@@ -31,6 +28,7 @@ __all__ = [
     "HierarchicalCopyAllReduce",
     "NcclAllReduce",
     "Pair",
+    "Prices",
     "ReductionToOneDevice",
     "ReplicaLayout",
     "Result",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from unisono.communicators import NCCL_DTYPES, NcclGroup
 from unisono.errors import CommunicationError
 from unisono.kernels import divide
 from unisono.options import ReduceOp
 from unisono.packing import PackingRule
 from unisono.reductions.all_reduce import AllReduce
 from unisono.reductions.scheduled import Batch, Ends
+
+if TYPE_CHECKING:
+    from unisono.communicators import NcclGroup
 
 _logger = logging.getLogger(__name__)
 
@@ -27,14 +31,13 @@ class NcclAllReduce(AllReduce):
     NCCL, an unknown dtype), the values are reduced on one device instead. The log says so once. It
     keeps its communicators for each set of GPUs until `close`.
 
-    Args:
-        num_packs: How many packs to split a batch into; 0 reduces each value alone. Or a rule of
-            `unisono.packing`.
+    See `HierarchicalCopyAllReduce` for `num_packs`.
     """
 
     def __init__(self, num_packs: int | PackingRule = 1) -> None:
         super().__init__(num_packs)
         self._has_said = False
+        self._lock = threading.Lock()
         # By GPUs; None if NCCL could not connect them.
         self._groups: dict[tuple[int, ...], NcclGroup | None] = {}
 
@@ -69,7 +72,7 @@ class NcclAllReduce(AllReduce):
             if gpus in self._groups:
                 return self._groups[gpus]
             try:
-                self._groups[gpus] = NcclGroup(gpus)
+                self._groups[gpus] = _nccl().NcclGroup(gpus)
             except CommunicationError as error:
                 self._groups[gpus] = None
                 _logger.warning("NcclAllReduce reduces on one device: %s", error)
@@ -82,6 +85,13 @@ class NcclAllReduce(AllReduce):
             _logger.info("NcclAllReduce reduces on one device instead of through NCCL: %s.", why)
 
 
+def _nccl() -> Any:
+    """Returns what talks to NCCL. Values on the CPU need none of it."""
+    from unisono import communicators
+
+    return communicators
+
+
 def _why_not(op: ReduceOp, pack: Sequence[Tensor]) -> str | None:
     if not all(tensor.is_cuda for tensor in pack):
         return "some values are not on GPUs"
@@ -89,7 +99,7 @@ def _why_not(op: ReduceOp, pack: Sequence[Tensor]) -> str | None:
         return "several replicas share a GPU"
     if pack[0].is_complex() and op is ReduceOp.PROD:
         return "NCCL does not multiply complex numbers"
-    if not pack[0].is_complex() and pack[0].dtype not in NCCL_DTYPES:
+    if not pack[0].is_complex() and pack[0].dtype not in _nccl().NCCL_DTYPES:
         return f"NCCL does not know {pack[0].dtype}"
     return None
 

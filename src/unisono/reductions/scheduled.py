@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from unisono.algorithms import Plan, Schedule, make_plan, one_device, run
 from unisono.arguments import check_callable, check_instance
-from unisono.costs import Line, Link, schedule_line
 from unisono.devices import Device, DeviceLike, Machine, resolve, this_machine
 from unisono.errors import UnsupportedError
 from unisono.kernels import check_replicas, divide, reduce_fused, reduce_into
 from unisono.options import CommunicationOptions, ReduceOp
+from unisono.packing import Line
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pairs, Result, mirrored
 from unisono.reductions.destinations import Destinations
 from unisono.values import DistributedValues, as_tensor, concatenate, is_sparse
@@ -30,6 +29,14 @@ class Ends(NamedTuple):
 
     sources: tuple[Device, ...]
     destinations: tuple[Device, ...]
+
+
+@runtime_checkable
+class Prices(Protocol):
+    """What copies and sums on this host were measured to cost, as `unisono.costs.Tuning` has it."""
+
+    def line(self, schedule: Schedule, memories: Sequence[Hashable]) -> Line:
+        """Returns the cost of a schedule between devices of one process that have memories."""
 
 
 class Route(NamedTuple):
@@ -48,7 +55,6 @@ class ScheduledOps(CrossDeviceOps):
 
     def __init__(self) -> None:
         self._routes: dict[tuple[Ends, int, Machine], Route] = {}
-        self._lock = threading.Lock()
 
     def root(self, ends: Ends) -> Device:
         """Returns the device that reduces sparse values, and values that go to other devices."""
@@ -93,39 +99,31 @@ class ScheduledOps(CrossDeviceOps):
 
     def route(self, ends: Ends, turn: int = 0) -> Route:
         """Returns the route between `ends`, which is cached."""
-        key = ends, turn, this_machine()
-        route = self._routes.get(key)
-        if route is None:
-            with self._lock:
-                route = self._routes.setdefault(key, self._make_route(ends, turn))
-        return route
-
-    def _make_route(self, ends: Ends, turn: int) -> Route:
         machine = this_machine()
-        root = self.root(ends)
-        places = self._places(ends)
-        plan = make_plan(
-            self.schedule(ends, places, turn),
-            len(ends.sources),
-            tuple(machine.memory(place) for place in places),
-            tuple(places.index(device) for device in ends.destinations),
-        )
-        return Route(
-            plan,
-            tuple(machine.torch_device(place) for place in places),
-            machine.torch_device(root),
-            tuple(machine.torch_device(device) for device in ends.destinations),
-        )
+        route = self._routes.get((ends, turn, machine))
+        if route is None:
+            places = self._places(ends)
+            plan = make_plan(
+                self.schedule(ends, places, turn),
+                len(ends.sources),
+                tuple(map(machine.memory, places)),
+                tuple(map(places.index, ends.destinations)),
+            )
+            on = tuple(map(machine.torch_device, places))
+            outputs = tuple(map(machine.torch_device, ends.destinations))
+            route = Route(plan, on, machine.torch_device(self.root(ends)), outputs)
+            self._routes[ends, turn, machine] = route
+        return route
 
     def _places(self, ends: Ends) -> tuple[Device, ...]:
         others = dict.fromkeys((self.root(ends), *ends.destinations))
         return ends.sources + tuple(d for d in others if d not in ends.sources)
 
-    def cost(self, ends: Ends, link: Link, memory: Link) -> Line:
-        """Returns the cost of the schedule, with copies over `link` and sums in `memory`."""
+    def cost(self, ends: Ends, prices: Prices) -> Line:
+        """Returns the cost of the schedule."""
         places = self._places(ends)
         memories = [this_machine().memory(place) for place in places]
-        return schedule_line(self.schedule(ends, places, 0), memories, link, memory)
+        return prices.line(self.schedule(ends, places, 0), memories)
 
     def _reduce_group(
         self,
@@ -145,12 +143,11 @@ class ScheduledOps(CrossDeviceOps):
         for i, tensors in read.items():
             what = "The value" if indices is None else f"Value {indices[i]} of the batch"
             check_replicas(op, tensors, what)
-        route = self.route(ends)
         dense = {}
         for i, tensors in read.items():
             sparse = sum(is_sparse(tensor) for tensor in tensors)
             if sparse == len(tensors):
-                results[i] = _reduce_sparse(op, tensors, route)
+                results[i] = _reduce_sparse(op, tensors, self.route(ends))
             else:
                 dense[i] = tuple(t.to_dense() for t in tensors) if sparse else tensors
         if dense:

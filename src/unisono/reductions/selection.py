@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch.distributed
 
-from unisono.costs import BYTES_PER_PACK, Line, Tuning
 from unisono.devices import Device, DeviceLike, near_groups, resolve, this_machine
+from unisono.packing import BYTES_PER_PACK, Line
 from unisono.reductions.all_reduce import HierarchicalCopyAllReduce
 from unisono.reductions.cross_device_ops import CrossDeviceOps
 from unisono.reductions.nccl import NcclAllReduce
-from unisono.reductions.scheduled import Ends, ReductionToOneDevice, ScheduledOps
+from unisono.reductions.scheduled import Ends, Prices, ReductionToOneDevice, ScheduledOps
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
 
 def select_cross_device_ops(
-    devices: Sequence[DeviceLike], tuning: Tuning | None = None
+    devices: Sequence[DeviceLike], tuning: Prices | None = None
 ) -> CrossDeviceOps:
     """Returns the reduction that suits `devices`; `choose_cross_device_ops` says why too."""
     ops, reason = choose_cross_device_ops(devices, tuning=tuning)
@@ -35,7 +35,7 @@ def select_cross_device_ops(
 
 
 def choose_cross_device_ops(
-    devices: Sequence[DeviceLike], *, has_nccl: bool | None = None, tuning: Tuning | None = None
+    devices: Sequence[DeviceLike], *, has_nccl: bool | None = None, tuning: Prices | None = None
 ) -> Choice:
     """Returns the reduction that suits `devices`, and why.
 
@@ -63,19 +63,19 @@ def choose_cross_device_ops(
 
 
 def predicted_cost(
-    ops: CrossDeviceOps, devices: tuple[Device, ...], tuning: Tuning | None
+    ops: CrossDeviceOps, devices: tuple[Device, ...], tuning: Prices | None
 ) -> Line | None:
     """Returns the cost of an all-reduce between devices, or None if it is not known."""
     if tuning is None or isinstance(ops, NcclAllReduce) or not isinstance(ops, ScheduledOps):
         return None
-    return ops.cost(Ends(devices, devices), tuning.devices, tuning.memory)
+    return ops.cost(Ends(devices, devices), tuning)
 
 
-def _faster(devices: tuple[Device, ...], tuning: Tuning) -> Choice:
+def _faster(devices: tuple[Device, ...], tuning: Prices) -> Choice:
     """Returns the reduction whose schedule takes less time for a pack of gradients."""
     candidates = (ReductionToOneDevice(), HierarchicalCopyAllReduce(num_packs=len(devices)))
     ends = Ends(devices, devices)
-    costs = [ops.cost(ends, tuning.devices, tuning.memory) for ops in candidates]
+    costs = [ops.cost(ends, tuning) for ops in candidates]
     seconds = [cost.seconds(BYTES_PER_PACK) for cost in costs]
     best = seconds.index(min(seconds))
     return Choice(

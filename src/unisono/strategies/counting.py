@@ -39,6 +39,7 @@ class Counting:
             however many replicas it has.
 
     Attributes:
+        is_wrapped: Whether results are `PerReplica` values, on all workers.
         samples: How many samples each replica of all workers has in the run under way. None if all
             have the same number, or if it is not known.
         share: What a weight in a mean over all replicas is multiplied by in a mean over those that
@@ -52,7 +53,7 @@ class Counting:
         layout = workers.layout(len(devices))
         self._own = slice(layout.own.start, layout.own.stop)
         self._num_replicas = layout.total
-        self._is_wrapped = layout.are_several or is_moving
+        self.is_wrapped = layout.are_several or is_moving
         self._is_mixed = (layout.are_several and 1 in layout.counts) or is_moving
         self.samples: tuple[int, ...] | None = None
         self.share = 1.0
@@ -151,7 +152,7 @@ class Counting:
         values on all workers, also where replicas share an object. Numbers that are arguments of a
         `merge_call` stay as they are: they may be settings, such as an axis.
         """
-        if self._is_wrapped:
+        if self.is_wrapped:
             grouped = regroup(results, self._devices, self.samples)
             if not self._is_mixed:
                 return grouped

@@ -23,6 +23,7 @@ from unisono.errors import ContextError, UnsupportedError
 from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.reductions import destinations_of, listed_pairs
+from unisono.strategies.combining import concatenate
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.worker import WorkerReplicas
 from unisono.values import DistributedValues, Mirrored, flatten, select_replica
@@ -39,8 +40,7 @@ class StrategyExtended(WorkerReplicas):
         options: Hints for all reductions.
         is_serial: Whether replicas run one after another.
         synchronize_batch_norm: Whether batch normalization is over the batches of all replicas.
-        communicator: Connects this worker to the others; None if there are none.
-        replicas_per_worker: How many replicas each worker has; None if all have the same number.
+        workers: All workers, which this one is connected to; None if it is alone.
         threads_per_replica: How many threads torch may use inside an operator on each replica. None
             means that the replicas of a worker share its threads.
         tuning: What the links were measured to cost, the same on all workers; None if they were
@@ -92,7 +92,7 @@ class StrategyExtended(WorkerReplicas):
             leaves, rebuild = flatten(value)
             if any(isinstance(leaf, DistributedValues) for leaf in leaves):
                 return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
-            if self.layout.are_several or self.elastic is not None:
+            if self.counting.is_wrapped:
                 return self._reduce_single(op, value, destinations)
         if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
@@ -101,9 +101,6 @@ class StrategyExtended(WorkerReplicas):
                     "no meaning. Use MEAN, or multiply it by the number of replicas."
                 )
             return self.broadcast_to(value, destinations)
-        if self.elastic is not None:
-            reduce = functools.partial(self._reduce, op, value, destinations, options)
-            return self.elastic.reduce(op, value, destinations, reduce)
         return self._reduce(op, value, destinations, options)
 
     def _reduce(
@@ -121,6 +118,9 @@ class StrategyExtended(WorkerReplicas):
                 f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
             )
         return self.broadcast_to(value, destinations)
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        return concatenate(self, value, axis)
 
     def batch_reduce_to(
         self,
@@ -195,8 +195,6 @@ class StrategyExtended(WorkerReplicas):
         *,
         is_grouped: bool,
     ) -> Any:
-        if self.elastic is not None:
-            self.elastic.variables.before_write(var, var.owners)
         calls = [
             (owner, functools.partial(fn, Component.of(var.values[owner]))) for owner in var.owners
         ]
@@ -350,7 +348,7 @@ class StrategyExtended(WorkerReplicas):
             options=self.options,
             is_serial=self._is_serial,
             synchronize_batch_norm=self.mirrors.synchronizes,
-            threads_per_replica=self._num_intraop,
+            threads_per_replica=self.threads_per_replica,
             tuning=self._tuning,
         )
 

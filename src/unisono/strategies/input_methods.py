@@ -160,7 +160,5 @@ class InputMethods:
 
     @property
     def _input_context(self) -> InputContext:
-        communicator = self._extended.workers.communicator
-        return InputContext(
-            communicator.size, communicator.rank, self._extended.num_replicas_in_sync
-        )
+        workers = self._extended.workers
+        return InputContext(workers.size, workers.rank, self._extended.num_replicas_in_sync)

@@ -6,27 +6,43 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.arguments import check_bool
-from unisono.cluster import Membership, detect
 from unisono.contexts import ReplicaContext, set_outside
-from unisono.costs import current_tuning
 from unisono.devices import Device, DeviceLike, default_devices, replica_devices, resolve
 from unisono.engines import ReplicaMeeting, Turns
 from unisono.errors import ClusterError, ContextError
-from unisono.hooks.hook import HookFunction
 from unisono.options import ReduceOp
 from unisono.reductions import (
     CrossDeviceOps,
+    Prices,
     ReductionToOneDevice,
     check_ops,
     select_cross_device_ops,
 )
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.strategy import Strategy
+from unisono.system import is_tuned
+
+if TYPE_CHECKING:
+    from unisono.hooks.hook import HookFunction
 
 _logger = logging.getLogger("unisono")
+# Launchers set one of them, at least. What they say, `unisono.cluster` reads.
+LAUNCHED = (
+    "JOB_COMPLETION_INDEX",
+    "MPI_LOCALRANKID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "RANK",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "TF_CONFIG",
+    "TORCHELASTIC_RUN_ID",
+    "WORLD_SIZE",
+)
 
 
 class MirroredStrategy(Strategy):
@@ -58,7 +74,7 @@ class MirroredStrategy(Strategy):
         resolved = default_devices() if devices is None else replica_devices(devices)
         check_ops(cross_device_ops)
         _warn_of_other_workers()
-        tuning = current_tuning()
+        tuning = _tuning()
         super().__init__(
             StrategyExtended(
                 resolved,
@@ -78,8 +94,21 @@ def replica_settings(serial: Any, reduce_gradients: Any, batch_norm: Any) -> dic
     }
 
 
+def _tuning() -> Prices | None:
+    """Returns what the links of this host were measured to cost, if they were."""
+    if not is_tuned():
+        return None
+    from unisono.costs import current_tuning
+
+    return current_tuning()
+
+
 def _warn_of_other_workers() -> None:
     """Says so if a launcher has started several workers, which would all train by themselves."""
+    if not any(map(os.environ.get, LAUNCHED)):
+        return
+    from unisono.cluster import Membership, detect
+
     with suppress(ClusterError):
         resolver = detect()
         num_workers = 1 if resolver is None else Membership.of(resolver).size

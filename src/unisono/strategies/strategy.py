@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
 
 from unisono.arguments import check_call, check_instance, check_int, check_optional, in_words
 from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
 from unisono.errors import ContextError, UnsupportedError
-from unisono.hooks import WorkersGroup
-from unisono.hooks.hook import HookFunction
 from unisono.options import ReduceOp, VariableAggregation
-from unisono.strategies.combining import concatenate, read_axes, reduce_leaf
-from unisono.strategies.config import RunOptions
+from unisono.strategies.combining import read_axes, reduce_leaf
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
-from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
 from unisono.values import DistributedValues, flatten, select_replica
 from unisono.variables import bring_in, creating
 
 if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver
+    from unisono.hooks import WorkersGroup
+    from unisono.hooks.hook import HookFunction
 
 T = TypeVar("T")
+
+
+class RunOptions(NamedTuple):
+    """Options of a run on TPUs. CPUs and GPUs ignore them, as in TensorFlow.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: Whether shapes of the input may differ from run to
+            run, which they always may here.
+        experimental_bucketizing_dynamic_shape: Whether TPUs pad such shapes.
+        experimental_xla_options: Options of TPUs' compiler.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: object = None
 
 
 class Strategy(InputMethods):
@@ -73,7 +86,7 @@ class Strategy(InputMethods):
 
         A strategy of one worker has no other to lose.
         """
-        self._extended.workers.communicator.check_health()
+        self._extended.workers.check_health()
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -144,8 +157,7 @@ class Strategy(InputMethods):
         """
         self._check_cross_replica("reduce()")
         if isinstance(reduce_op, VariableAggregation):
-            warn_of_older_form()
-            return aggregate(self, reduce_op, value, axis)
+            return _older_names().reduced(self, reduce_op, value, axis)
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
         axes = read_axes(axis)
@@ -171,10 +183,7 @@ class Strategy(InputMethods):
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         check_int("axis", axis)
-        if self._extended.elastic is not None:
-            gather = functools.partial(concatenate, self._extended)
-            return self._extended.elastic.gather(value, axis, gather)
-        return concatenate(self._extended, value, axis)
+        return self._extended._gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the components of `value` of this worker, always as a tuple.
@@ -333,7 +342,9 @@ class Strategy(InputMethods):
 
         def __getattr__(self, name: str) -> Any:
             """The names that TensorFlow 1.12 had for the methods of a strategy."""
-            return older_name(self, name)
+            if name.startswith("_"):
+                return super().__getattribute__(name)
+            return _older_names().older_name(self, name)
 
     def __copy__(self) -> Strategy:
         raise ContextError("A strategy cannot be copied shallowly; use `copy.deepcopy`.")
@@ -372,3 +383,10 @@ class Strategy(InputMethods):
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._extended.worker_devices))
         return f"{type(self).__name__}({devices})"
+
+
+def _older_names() -> ModuleType:
+    """Returns what knows the names that strategies had in TensorFlow 1.12."""
+    from unisono.contrib import older_names
+
+    return older_names

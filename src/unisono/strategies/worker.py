@@ -7,43 +7,31 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.arguments import check_bool, check_instance, check_optional
-from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import CrossReplicaContext, entered, running_replica, runs_once
-from unisono.costs import Tuning
 from unisono.devices import Device, replica_devices, this_machine
 from unisono.engines import ThreadState
-from unisono.errors import ContextError, UnsupportedError
-from unisono.functions import Captures, Function
-from unisono.gradients import GradientReducer
-from unisono.gradients.replica_hooks import ReplicaHooks
-from unisono.hooks import WorkersGroup
-from unisono.hooks.hook import CommHook, HookFunction
+from unisono.errors import ContextError
+from unisono.gradients import GradientReducer, Reduction
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
-from unisono.reductions import AcrossWorkers, CrossDeviceOps, Workers, predicted_cost
-from unisono.sharing import LiveSet
+from unisono.reductions import CrossDeviceOps, Prices, Workers, predicted_cost
 from unisono.strategies.counting import Counting
-from unisono.strategies.runner import Runner, Step
+from unisono.strategies.runner import Capturable, Runner, Step
 from unisono.tracing import span
 from unisono.variables import Leaves, Mirrors, merge, undone, watch_torch
 from unisono.variables.leaves import hide_cleared
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.hooks import WorkersGroup
+    from unisono.hooks.hook import HookFunction
     from unisono.strategies.strategy import Strategy
-
-
-# The hooks of open strategies, the newest last.
-_hooks: LiveSet[CommHook | ReplicaHooks] = LiveSet()
-
-
-def newest_hook() -> CommHook | ReplicaHooks | None:
-    """Returns the hook that this process has registered last with a strategy that is open."""
-    return next(reversed(list(_hooks)), None)
+    from unisono.workers.elastic import ElasticJob
+    from unisono.workers.replica_hooks import Hook
 
 
 class WorkerReplicas:
@@ -62,10 +50,9 @@ class WorkerReplicas:
         options: CommunicationOptions = DEFAULT_OPTIONS,
         is_serial: bool = False,
         synchronize_batch_norm: bool = False,
-        communicator: Communicator | None = None,
-        replicas_per_worker: Sequence[int] | None = None,
+        workers: Workers | None = None,
         threads_per_replica: int | None = None,
-        tuning: Tuning | None = None,
+        tuning: Prices | None = None,
     ) -> None:
         devices = replica_devices(devices)
         check_instance("cross_device_ops", cross_device_ops, CrossDeviceOps, "a `CrossDeviceOps`")
@@ -73,25 +60,25 @@ class WorkerReplicas:
         options = check_options(options)
         check_bool("is_serial", is_serial)
         check_bool("synchronize_batch_norm", synchronize_batch_norm)
-        check_optional("communicator", communicator, Communicator, "a `Communicator` or None")
-        check_optional("tuning", tuning, Tuning, "a `Tuning` or None")
-        self.workers = Workers(communicator or IdentityCommunicator(), replicas_per_worker)
+        check_optional("workers", workers, Workers, "`Workers` or None")
+        check_optional("tuning", tuning, Prices, "a `Tuning` or None")
+        self.workers = workers or Workers()
         self.reduce_gradients = reduce_gradients
         self.options = options
         self._is_serial = is_serial
-        self._num_intraop = threads_per_replica
+        self.threads_per_replica = threads_per_replica
         self._tuning = tuning
         self._given_ops = cross_device_ops
         self.mirrors = Mirrors(
-            *_memories(devices),
+            *memories_of(devices),
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
         # What gradients pass through on their way between workers, if the program has said so.
-        self.hook: CommHook | ReplicaHooks | None = None
+        self.hook: Hook | None = None
         self._lay_out(devices, cross_device_ops)
         # A single replica, too, has its gradients pass through a reduction that wants all of them.
-        self.mirrors.is_single &= not self._local_ops.wants_all_gradients
+        self.mirrors.is_single &= not self.local_ops.wants_all_gradients
         if not self.mirrors.is_single:
             watch_torch()
         self._num_runs = 0
@@ -108,51 +95,27 @@ class WorkerReplicas:
         self._devices = devices
         # Which replicas each worker has.
         self.layout = self.workers.layout(len(devices))
-        self.cross_device_ops = self._local_ops = ops = ops.in_strategy()
-        if self.workers.are_many:
-            self.cross_device_ops = AcrossWorkers(ops, self.workers, devices)
+        self.local_ops = ops.in_strategy()
+        self.cross_device_ops = self.workers.across(self.local_ops, devices)
         self.gradients = self._reducer()
         self._runner = self._new_runner()
         self.current_weights = [1.0] * len(devices)
         is_moving = self.elastic is not None
         self.counting = Counting(devices, self.workers, is_moving=is_moving)
-        places = _memories(devices)[1]
-        self._captures = Captures(places, self._runner.generators, self, self._runner.call_each)
+        # What captures steps, if one can be captured.
+        self._captures: Any = None
 
     def _new_runner(self) -> Runner:
-        return Runner(self._devices, self.workers, self._num_intraop, is_serial=self._is_serial)
-
-    def _reducer(self) -> GradientReducer:
-        ops, hook, cost = self.cross_device_ops, self.hook, None
-        if hook is None:
-            cost = predicted_cost(self._local_ops, self._devices, self._tuning)
-        else:
-            # A single worker, too, has its gradients pass through the hook.
-            ops = across = AcrossWorkers(self._local_ops, self.workers, self._devices)
-            if isinstance(hook, ReplicaHooks):
-                hook.lay_out(across, self.mirrors.places[0])
-        return GradientReducer(
-            self.mirrors, self._devices, ops, self.reduce_gradients, self.options, cost, hook
+        return Runner(
+            self._devices, self.workers, self.threads_per_replica, is_serial=self._is_serial
         )
 
-    def _relayout(
-        self,
-        devices: tuple[Device, ...],
-        ops: CrossDeviceOps,
-        communicator: Communicator,
-        counts: Sequence[int],
-    ) -> None:
-        """Between two runs: gives this worker other replicas, and keeps what the program made."""
-        if self.elastic is not None:
-            self.elastic.variables.check(has_unreduced=self.gradients.has_unreduced)
-        self.mirrors.relayout(*_memories(devices))
-        self.gradients.retire()
-        self._captures.close()
-        self._runner.threads.close()
-        self.workers.change(communicator, counts)
-        self._lay_out(devices, ops)
-        if self.elastic is not None:
-            self.elastic.variables.relayout()
+    def _reducer(self) -> GradientReducer:
+        ops, devices = self.local_ops, self._devices
+        reduction = Reduction(ops, self.reduce_gradients, self.options, devices)
+        cost = predicted_cost(ops, devices, self._tuning)
+        exchange = (self.workers.exchange if self.hook is None else _hooking().exchange_of)(self)
+        return GradientReducer(self.mirrors, reduction, cost, exchange)
 
     def bind(self, strategy: Strategy) -> None:
         """Says whose extension this is."""
@@ -209,23 +172,26 @@ class WorkerReplicas:
             before = ThreadState()
             try:
                 with entered(CrossReplicaContext(self)):
-                    if self.elastic is not None:
-                        return self.elastic.run(fn, args, kwargs)
-                    return self._run_step(fn, args, kwargs)
+                    return self._make_run(fn, args, kwargs)
             except BaseException:
                 before.restore()
                 raise
+
+    def _make_run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._run_step(fn, args, kwargs)
 
     def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._num_runs += 1
         with span("step", "run", step=self._num_runs):
             weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
             self.current_weights = weights
-            if isinstance(fn, Function):
-                if self.elastic is not None:
-                    return self.run_eagerly(fn.fn, args, kwargs, weights)
-                return self._captures.run(fn, args, kwargs, weights)
-            return self.run_eagerly(fn, args, kwargs, weights)
+            if not isinstance(fn, Capturable):
+                return self.run_eagerly(fn, args, kwargs, weights)
+            if self.elastic is not None:
+                return self.run_eagerly(fn.fn, args, kwargs, weights)
+            if self._captures is None:
+                self._captures = fn.captures(self, self._runner)
+            return self._captures.run(fn, args, kwargs, weights)
 
     def run_eagerly(
         self,
@@ -236,14 +202,14 @@ class WorkerReplicas:
         recorder: Any = None,
     ) -> Any:
         """Runs a step on all replicas, and returns what they return."""
+        step = Step(fn, args, kwargs)
         if recorder is None and self.mirrors.is_single and self.mirrors.generation == 0:
             # No leaf, and nothing to bring to other replicas.
-            return self.counting.regrouped((self._runner.run_single(self, fn, args, kwargs),))
+            return self.counting.regrouped((self._runner.run_single(self, step),))
         if recorder is None or not (recorder.is_capturing and recorder.streams):
             # No graph of one memory can bring something to others.
             self.mirrors.refresh()
         self.gradients.begin(weights, () if recorder is None else recorder.streams)
-        step = Step(fn, args, kwargs)
         run = functools.partial(self._runner.run, self, step, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
@@ -253,13 +219,12 @@ class WorkerReplicas:
             with undone(self.mirrors, idle) if idle else nullcontext():
                 results = self.mirrors.call_in_use(fn, run)
             self.mirrors.watch.check()
-            self.mirrors.states.check()
-            self.mirrors.parts.check()
+            self.mirrors.watch.check_parts()
             self.mirrors.groups.settle(len(self._devices), recorder)
             hide_cleared(self.mirrors.all_leaves)
         finally:
             self.mirrors.groups.forget()
-            self.mirrors.states.forget()
+            self.mirrors.watch.states = {}
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
         self.mirrors.buffers.end(weights, recorder)
         self.mirrors.metrics.end(weights)
@@ -270,67 +235,22 @@ class WorkerReplicas:
         self.gradients.weighting.weights = weights
         return self._runner.replaying()
 
-    def _undo_drawing(self) -> None:
-        """After a run that is undone: random generators of the program are what they were."""
-        if self._runner.of_run is not None:
-            self._runner.of_run.undo()
-
     merge_call = staticmethod(merge)
 
     @functools.cached_property
     def process_group(self) -> WorkersGroup:
         """The workers as a process group of torch."""
-        return WorkersGroup(None if self.elastic is not None else self.workers.communicator)
-
-    @property
-    def replica_hooks(self) -> ReplicaHooks | None:
-        """The communication hooks of the replicas, if each has its own."""
-        return self.hook if isinstance(self.hook, ReplicaHooks) else None
+        return _hooking().group_of(self)  # type: ignore[no-any-return]
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:
         """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
-        if self.hook is not None:
-            raise ContextError(
-                "The strategy already has a communication hook. Register one hook that does both."
-            )
-        if self.mirrors.is_in_use:
-            raise ContextError(
-                "A communication hook was registered after a model or variable was made in the "
-                "scope. Call `register_comm_hook()` right after making the strategy."
-            )
-        if self.reduce_gradients not in (ReduceOp.MEAN, ReduceOp.SUM):
-            raise UnsupportedError(
-                "A communication hook computes the mean or sum of gradients, but "
-                f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
-            )
-        state = self.process_group if state is None else state
-        # Only with `num_replicas`, results must not depend on who has which replicas.
-        if self._num_intraop is not None:
-            self.hook = self._of_replicas(state, hook)
-        else:
-            communicator = self.workers.communicator
-            who = f"worker {communicator.rank} of {communicator.size}"
-            place = communicator.rank, communicator.size, self.mirrors.places[0]
-            self.hook = CommHook(state, hook, who, *place)
-        _hooks.add(self.hook)
+        self.hook = _hooking().made(self, state, hook)
         self.gradients = self._reducer()
         watch_torch()
         # A single replica, too, has its gradients pass through the hook.
         self.mirrors.is_single = False
         self.mirrors.is_in_use = True
         self._run_lock = threading.Lock()
-
-    def _of_replicas(self, state: object, hook: HookFunction) -> ReplicaHooks:
-        if self._local_ops.wants_all_gradients or not self._local_ops.is_tree_sum:
-            raise UnsupportedError(
-                f"{type(self._local_ops).__name__} combines the replicas of a worker, but with "
-                "`num_replicas` a communication hook is called for each replica. Leave out "
-                "`cross_device_ops`, `num_replicas`, or the hook."
-            )
-        hooks = ReplicaHooks(state, hook, self.process_group)
-        if self.elastic is not None:
-            hooks.take(self.elastic.of_hooks)
-        return hooks
 
     def check_process(self) -> None:
         """In a forked child: lets new threads start, or refuses to speak for this worker.
@@ -361,16 +281,27 @@ class WorkerReplicas:
             return
         if self.hook is not None:
             # No checkpoint holds what it keeps any more.
-            _hooks.discard(self.hook)
-        # Graphs may hold work of the communicator, which ends what threads may wait for.
-        self._captures.close()
-        self.workers.communicator.close()
+            _hooking().hooks.discard(self.hook)
+        # Graphs may hold work of the workers, who end what threads may wait for.
+        if self._captures is not None:
+            self._captures.close()
+        self.workers.close()
         self.gradients.close()
         self._runner.threads.close()
         self.cross_device_ops.close()
 
 
-def _memories(devices: tuple[Device, ...]) -> tuple[tuple[Hashable, ...], tuple[torch.device, ...]]:
+def _hooking() -> ModuleType:
+    """Returns what knows communication hooks, which few programs need."""
+    from unisono.workers import hooking
+
+    return hooking
+
+
+def memories_of(
+    devices: tuple[Device, ...],
+) -> tuple[tuple[Hashable, ...], tuple[torch.device, ...]]:
+    """Returns the memory, and torch's name, of each device."""
     machine = this_machine()
     memories = tuple(machine.memory(device) for device in devices)
     return memories, tuple(machine.torch_device(device) for device in devices)

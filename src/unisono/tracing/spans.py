@@ -10,18 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from typing_extensions import Self
 
 from unisono.errors import ContextError
 from unisono.tracing.lock_waits import LockWaits
 from unisono.tracing.recorder import Place, Recorder
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Span:

@@ -4,14 +4,13 @@ from unisono.variables.attributes import TORCH_TABLES, Contents, are_same, raw
 from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
 from unisono.variables.front import plain_class
-from unisono.variables.kept import KeptVariables
 from unisono.variables.leaves import Leaves, Mark, fit_for_training, variable_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.optimizer_tables import groups_of
 from unisono.variables.outsiders import check_backward
+from unisono.variables.owners import groups_of
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.snapshot import Snapshot, undone
-from unisono.variables.updates import Settings, sets_groups, watch_updates
+from unisono.variables.updates import Settings, sets_groups
 from unisono.variables.variable import Variable
 from unisono.variables.writes import Component
 
@@ -19,7 +18,6 @@ __all__ = [
     "TORCH_TABLES",
     "Component",
     "Contents",
-    "KeptVariables",
     "Leaves",
     "Mark",
     "Mirrors",
@@ -41,5 +39,4 @@ __all__ = [
     "undone",
     "variable_of",
     "watch_torch",
-    "watch_updates",
 ]

@@ -10,6 +10,7 @@ import types
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,16 +42,6 @@ def raw(module: nn.Module) -> dict[str, Any]:
     """Returns the module's own attributes, also on a replica."""
     attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return attributes
-
-
-def tables_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """Returns the tables of parameters and submodules, and live views of the names of buffers."""
-    own = [raw(module) for module in modules]
-    return [
-        *(one["_parameters"] for one in own),
-        *(one["_modules"] for one in own),
-        *(one["_buffers"].keys() for one in own),
-    ]
 
 
 class Contents:
@@ -88,30 +79,32 @@ def _held_in(container: Any) -> Iterable[Any]:
     return itertools.chain.from_iterable(container.items()) if is_dict else container
 
 
+def parts_of(container: Any) -> list[Any]:
+    """Returns what a container holds; of a dict its keys, then its values."""
+    is_dict = isinstance(container, dict)
+    return [*container, *container.values()] if is_dict else list(container)
+
+
+def refill(container: Any, parts: Sequence[Any]) -> None:
+    """Makes a list, dict, set or deque hold what `parts_of` has returned."""
+    kind: Any = next(kind for kind in _KINDS if isinstance(container, kind))
+    kind.clear(container)
+    if issubclass(kind, dict):
+        half = len(parts) // 2
+        kind.update(container, zip(parts[:half], parts[half:], strict=True))
+    else:
+        (kind.update if kind is set else kind.extend)(container, parts)
+
+
 @dataclass(eq=False)
 class _Copied:
     """A container of a module, and the copy that each replica has of it."""
 
     original: Any
-    kind: Any
     copies: list[Any]
     # What it held when the copies were last filled, and what replica 0 was given of it.
     content: list[Any] = field(default_factory=list)
     firsts: list[Any] = field(default_factory=list)
-
-    def parts(self) -> list[Any]:
-        """Returns what the container holds now; of a dict its keys, then its values."""
-        held = self.original
-        return [*held, *held.values()] if issubclass(self.kind, dict) else list(held)
-
-    def fill(self, own_parts: Iterable[Sequence[Any]]) -> None:
-        for copied, parts in zip(self.copies, own_parts, strict=True):
-            self.kind.clear(copied)
-            if issubclass(self.kind, dict):
-                half = len(parts) // 2
-                self.kind.update(copied, zip(parts[:half], parts[half:], strict=True))
-            else:
-                (self.kind.update if self.kind is set else self.kind.extend)(copied, parts)
 
 
 class Attributes:
@@ -129,29 +122,24 @@ class Attributes:
         self._known: dict[int, _Copied] = {}
         self._visited: dict[int, _Copied] = {}
         self._changed: set[int] = set()
-        self._given = Contents()
+        # What all containers held when the replicas were given their copies.
+        self.given = Contents()
         # By identity, tensors that replicas share because a module has them as plain attributes,
         # and what they are called. And the attribute that is looked at.
         self.tensors: dict[int, tuple[Tensor, str]] = {}
         self._looked_at = ""
 
-    def are_as_given(self) -> bool:
-        """Whether all containers still hold what the replicas were given."""
-        return self._given.are_same()
-
     def give(self, mirrors: Iterable[Mirror]) -> None:
-        """Gives the clones of modules the attributes of their primaries."""
         self._visited, self.tensors = {}, {}
-        self._changed = {
-            key for key, one in self._known.items() if not are_same(one.parts(), one.content)
-        }
+        known = self._known.items()
+        self._changed = {k for k, x in known if not are_same(parts_of(x.original), x.content)}
         for mirror in mirrors:
             module = mirror.primary()
             if module is not None:
                 mirror.given = self._give(module, mirror.replicas, mirror.given)
         # Those that no module has any more are forgotten.
         self._known = self._visited
-        self._given.note([one.original for one in self._known.values()])
+        self.given.note([one.original for one in self._known.values()])
 
     def _give(self, module: nn.Module, clones: Sequence[nn.Module], given: Given) -> Given:
         """Gives the clones of a module its attributes, and returns which they are."""
@@ -201,7 +189,6 @@ class Attributes:
                     )
 
     def _own(self, parts: Iterable[Any]) -> list[tuple[Any, ...]]:
-        """Returns what each replica sees in place of each of some values."""
         return list(zip(*map(self._seen, parts), strict=True)) or [()] * self._num_replicas
 
     def _seen(self, value: Any) -> list[Any]:
@@ -212,9 +199,14 @@ class Attributes:
         if isinstance(value, Tensor):
             self.tensors[id(value)] = value, self._looked_at
         elif isinstance(value, tuple):
-            seen = self._seen_tuple(value)
-        elif kind := next((kind for kind in _KINDS if isinstance(value, kind)), None):
-            seen = self._copies(value, kind)
+            cls: Any = type(value)
+            content = _content(value)
+            own_parts: list[Any] = self._own(content)
+            if not all(are_same(parts, content) for parts in own_parts):
+                make = getattr(cls, "_make", None)
+                seen = own_parts if cls is tuple else make and list(map(make, own_parts))
+        elif isinstance(value, _KINDS):
+            seen = self._copies(value)
         return [value] * self._num_replicas if seen is None else seen
 
     def _is_changed(self, value: Any) -> bool:
@@ -223,17 +215,7 @@ class Attributes:
             return any(map(self._is_changed, _content(value)))
         return id(value) in self._changed
 
-    def _seen_tuple(self, value: tuple[Any, ...]) -> list[Any] | None:
-        cls: Any = type(value)
-        content = _content(value)
-        own_parts = self._own(content)
-        if all(are_same(parts, content) for parts in own_parts):
-            return None
-        if cls is tuple:
-            return own_parts
-        return list(map(cls._make, own_parts)) if hasattr(cls, "_make") else None
-
-    def _copies(self, value: Any, kind: type) -> list[Any] | None:
+    def _copies(self, value: Any) -> list[Any] | None:
         """Returns copies of a container; None if its class, one of the user's own, makes none."""
         key = id(value)
         if key in self._visited:
@@ -246,15 +228,16 @@ class Attributes:
                 return None
             if any(made is value or type(made) is not type(value) for made in copies):
                 return None
-            one = _Copied(value, kind, copies)
+            one = _Copied(value, copies)
         self._visited[key] = one
-        content = one.parts()
+        content = parts_of(value)
         own_parts = self._own(content)
         if any(map(self._is_changed, content)):
             self._changed.add(key)
         firsts = list(own_parts[0])
         if key in self._changed or not are_same(firsts, one.firsts):
-            one.fill(own_parts)
+            for copied, parts in zip(one.copies, own_parts, strict=True):
+                refill(copied, parts)
         one.content, one.firsts = content, firsts
         return one.copies
 
@@ -268,10 +251,10 @@ def _is_given(first: Any, own: Any, replica: int, copied: dict[int, _Copied]) ->
         firsts = container.firsts
         if own is not container.copies[replica]:
             return False
-        if container.kind is set:
+        if isinstance(own, set):
             plain = [one for one in firsts if not isinstance(one, _STAND_INS)]
             return len(own) == len(firsts) and own.issuperset(plain)
-        parts = [*own, *own.values()] if issubclass(container.kind, dict) else list(own)
+        parts = parts_of(own)
     elif isinstance(first, tuple) and isinstance(own, tuple):
         firsts, parts = _content(first), _content(own)
     else:
@@ -290,10 +273,8 @@ def _slots(module: nn.Module) -> dict[str, Any]:
     names: list[str] = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
     held = {}
     for name in names:
-        try:
+        with suppress(AttributeError):
             held[name] = object.__getattribute__(module, name)
-        except AttributeError:
-            continue
     return held
 
 

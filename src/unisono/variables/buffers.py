@@ -27,16 +27,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from unisono.errors import ReplicaMismatchError, UnequalCollectivesError, UnsupportedError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
+from unisono.variables import statistics
 from unisono.variables.attributes import Contents, are_same, raw
 from unisono.variables.leaves import fit_for_training
-from unisono.variables.statistics import (
-    Flat,
-    LooseBuffer,
-    Written,
-    bring_together,
-    combined_of,
-    is_like,
-)
 
 Named = dict[str, Tensor | None]
 
@@ -45,9 +38,6 @@ _MOST_FLOATS = 1 << 14
 _MOST_OTHERS = 64
 _FLAT_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PERSISTENCE = "_non_persistent_buffers_set"
-
-
-_NOTHING = Written([], [], [], are_flats=False)
 
 
 class _Tracked(NamedTuple):
@@ -82,8 +72,8 @@ class Buffers:
         # Of these, the small ones, and how often each had been written to.
         self._small: list[list[Tensor]] = [[] for _ in places]
         self._versions: list[list[int]] = []
-        self._flats: dict[torch.dtype, Flat] = {}
-        self._loose: dict[int, LooseBuffer] = {}
+        self._flats: dict[torch.dtype, statistics.Flat] = {}
+        self._loose: dict[int, statistics.LooseBuffer] = {}
         # The modules, by their place, that own vectors of floats.
         self._owners_of_vectors: list[int] = []
         # Whether all this is that of the modules there are.
@@ -94,7 +84,6 @@ class Buffers:
         self._is_replayed = False
 
     def track(self, modules: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> None:
-        """Says which modules there are, each with its clones."""
         tracked = [
             _Tracked(weakref.ref(module), raw(module)["_buffers"], list(map(raw, clones)))
             for module, clones in modules
@@ -124,12 +113,20 @@ class Buffers:
                 self._install()
         self._versions = self._count_writes()
 
-    def find_written(self, recorder: Any = None) -> Written:
+    def find_written(self, recorder: Any = None) -> statistics.Written:
         """After a run, or while all replicas wait: returns what they wrote, or may have written."""
         if self._are_none():
-            return _NOTHING
+            return statistics.Written([], [], [], are_flats=False)
         with fit_for_training():
-            replaced, others = self._take_in()
+            replaced: list[tuple[Tensor, Tensor]] = []
+            others: set[tuple[int, str]] = set()
+            for i, held in enumerate(self._held):
+                given = _tensors(self._given[i])
+                if list(map(Tensor.data_ptr, given)) != self._home_addresses[i]:
+                    replaced += _taken_home(given, self._homes[i])
+                shapes = [one.shape for one in given]
+                if not held.are_same() or shapes != self._shapes:
+                    others.update(self._take_replaced(i, replaced))
             taken = {id(given) for given, _ in replaced}
             are_many, is_recorded = self._workers.are_many, recorder is not None
             loose = [
@@ -140,9 +137,9 @@ class Buffers:
                 or one.is_written(by_others=self._train(one.owners) if are_many else is_recorded)
             ]
             are_flats = self._is_written() or not taken.isdisjoint(map(id, chain(*self._small)))
-            return Written(replaced, others, loose, are_flats)
+            return statistics.Written(replaced, sorted(others), loose, are_flats)
 
-    def bring_together(self, weights: Sequence[float], written: Written) -> None:
+    def bring_together(self, weights: Sequence[float], written: statistics.Written) -> None:
         """Gives the primaries what the replicas wrote.
 
         A replica whose weight is 0 had no samples, so its statistics do not count. On many workers
@@ -155,7 +152,7 @@ class Buffers:
                 for given, found in written.replaced:
                     given.copy_(found.detach())
                 if written.are_flats:
-                    bring_together(list(self._flats.values()), weights, self._workers)
+                    statistics.bring_together(list(self._flats.values()), weights, self._workers)
                 for one in written.loose:
                     one.bring_together(weights, self._workers)
                 self._bring_others(weights, written.others)
@@ -172,7 +169,6 @@ class Buffers:
             raise
 
     def end(self, weights: Sequence[float], recorder: Any = None) -> None:
-        """Ends a run that has not failed."""
         written = self.find_written(recorder)
         bring = functools.partial(self.bring_together, weights, written)
         is_apart = recorder is not None and (
@@ -197,22 +193,7 @@ class Buffers:
             [own["_buffers"].get(name) for own in one.clones]
             for one, (_, name) in zip(tracked, keys, strict=True)
         ]
-        self._check_others(keys, [list(map(_kind, parts)) for parts in found])
-        for one, (_, name), parts in zip(tracked, keys, found, strict=True):
-            if name not in one.clones[0]["_buffers"]:
-                one.buffers.pop(name, None)
-                continue
-            tensors = [part.detach() for part in _tensors(parts)]
-            combined = combined_of(tensors, weights, self._workers).clone() if tensors else None
-            one.buffers[name] = combined
-            target = one.module()
-            if target is not None:
-                is_kept = name not in one.clones[0][_PERSISTENCE]
-                names: set[str] = raw(target)[_PERSISTENCE]
-                (names.discard if is_kept else names.add)(name)
-
-    def _check_others(self, keys: Sequence[tuple[int, str]], kinds: list[list[str]]) -> None:
-        """Raises unless all replicas of all workers have the same buffers."""
+        kinds = [list(map(_kind, parts)) for parts in found]
         everybody = self._workers.gather_objects(list(zip(keys, kinds, strict=True)))
         for entries in zip(*everybody, strict=False):
             listed = [kind for _, own in entries for kind in own]
@@ -221,6 +202,20 @@ class Buffers:
                 raise _mismatch(f"{type(self._tracked[module].module()).__name__}.{name}", listed)
         if len(set(map(len, everybody))) > 1:
             raise _mismatch("Some", [f"{len(one)} of another kind" for one in everybody])
+        for one, (_, name), parts in zip(tracked, keys, found, strict=True):
+            if name not in one.clones[0]["_buffers"]:
+                one.buffers.pop(name, None)
+                continue
+            tensors = [part.detach() for part in _tensors(parts)]
+            combined = (
+                statistics.combined_of(tensors, weights, self._workers).clone() if tensors else None
+            )
+            one.buffers[name] = combined
+            target = one.module()
+            if target is not None:
+                is_kept = name not in one.clones[0][_PERSISTENCE]
+                names: set[str] = raw(target)[_PERSISTENCE]
+                (names.discard if is_kept else names.add)(name)
 
     def _are_none(self) -> bool:
         """Whether neither modules nor clones have a buffer, which is quick to check."""
@@ -228,7 +223,6 @@ class Buffers:
         return is_bare and not any(map(any, self._clones))
 
     def _is_current(self) -> bool:
-        """Whether the primaries still have the buffers that the layout was made for."""
         return (
             self._is_laid_out
             and self._noted.are_same()
@@ -255,13 +249,17 @@ class Buffers:
         small: dict[torch.dtype, list[Tensor]] = {}
         for key, one in {id(tensor): tensor for tensor in _tensors(self._tensors)}.items():
             modules = [self._tracked[i].module() for i in owners[key]]
-            is_resized = any(map(_resizes_buffers, modules))
+            # Torch's observers give their buffers another size in place.
+            classes = {cls for module in modules for cls in type(module).__mro__}
+            is_resized = any(cls.__module__.startswith("torch.ao.quantization") for cls in classes)
             is_of_norm = all(isinstance(module, _NormBase) for module in modules)
             if not is_resized and (one.numel() > 1 or is_of_norm) and self._is_flat(one):
                 small.setdefault(one.dtype, []).append(one)
             else:
-                self._loose[key] = LooseBuffer(one, is_resized or one.numel() < 2, owners[key])
-        self._flats = {dtype: Flat(own, self._places) for dtype, own in small.items()}
+                self._loose[key] = statistics.LooseBuffer(
+                    one, is_resized or one.numel() < 2, owners[key]
+                )
+        self._flats = {dtype: statistics.Flat(own, self._places) for dtype, own in small.items()}
         self._owners_of_vectors = [
             i for i, own in enumerate(self._primaries) if any(map(_is_vector, own.values()))
         ]
@@ -282,7 +280,6 @@ class Buffers:
         return is_plain and buffer.numel() <= _MOST_OTHERS
 
     def _install(self) -> None:
-        """Puts the buffers of each replica into its clones."""
         for i, clones in enumerate(self._clones):
             parts = {id(one): self._part(one, i) for one in _tensors(self._tensors)}
             self._given[i] = [parts.get(id(tensor)) for tensor in self._tensors]
@@ -302,29 +299,17 @@ class Buffers:
         flat = self._flats[primary.dtype]
         return flat.view_of(flat.parts[replica_id], primary)
 
-    def _take_in(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, str]]]:
-        """Returns the buffers that replicas have replaced; see `Written`."""
-        replaced: list[tuple[Tensor, Tensor]] = []
-        others: set[tuple[int, str]] = set()
-        for i, held in enumerate(self._held):
-            given = _tensors(self._given[i])
-            if list(map(Tensor.data_ptr, given)) != self._home_addresses[i]:
-                replaced += _taken_home(given, self._homes[i])
-            shapes = [one.shape for one in given]
-            if not held.are_same() or shapes != self._shapes:
-                others.update(self._take_replaced(i, replaced))
-        return replaced, sorted(others)
-
     def _take_replaced(
         self, replica_id: int, replaced: list[tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[int, str]]:
+        """Puts like tensors that a replica has put in the place of buffers there; yields others."""
         own = iter(self._given[replica_id])
         pairs = zip(self._primaries, self._clones[replica_id], strict=True)
         for module, (primary, clone) in enumerate(pairs):
             yield from ((module, name) for name in clone if name not in primary)
             for name, before in primary.items():
                 given, found = next(own), clone.get(name)
-                if found is given and name in clone and is_like(found, before):
+                if found is given and name in clone and statistics.is_like(found, before):
                     continue
                 is_loose = id(before) in self._loose
                 if found is given and found is not None and before is not None and not is_loose:
@@ -336,7 +321,12 @@ class Buffers:
                     )
                 # One buffer of several modules is no longer one.
                 is_shared = sum(one is before for one in self._tensors) > 1
-                if given is None or found is None or is_shared or not is_like(found, before):
+                if (
+                    given is None
+                    or found is None
+                    or is_shared
+                    or not statistics.is_like(found, before)
+                ):
                     yield module, name
                 else:
                     replaced.append((given, found))
@@ -369,15 +359,10 @@ class Buffers:
 def _taken_home(given: list[Tensor], homes: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Gives buffers their own memory again, and yields those that had another one, with it."""
     for one, home in zip(given, homes, strict=True):
-        if one.data_ptr() != home.data_ptr() and is_like(one, home):
+        if one.data_ptr() != home.data_ptr() and statistics.is_like(one, home):
             found = one.data
             one.data = home
             yield one, found
-
-
-def _resizes_buffers(module: nn.Module | None) -> bool:
-    """Whether a module gives its buffers another size in place, as torch's observers do."""
-    return any(cls.__module__.startswith("torch.ao.quantization") for cls in type(module).__mro__)
 
 
 def _tensors(buffers: Iterable[Tensor | None]) -> list[Tensor]:
@@ -389,11 +374,8 @@ def _is_vector(buffer: Tensor | None) -> bool:
 
 
 def _tables(tracked: Iterable[_Tracked]) -> list[Named]:
-    return [
-        table
-        for one in tracked
-        for table in (one.buffers, *(own["_buffers"] for own in one.clones))
-    ]
+    pairs = ((one.buffers, *(own["_buffers"] for own in one.clones)) for one in tracked)
+    return list(chain.from_iterable(pairs))
 
 
 def _kind(buffer: Tensor | None) -> str:

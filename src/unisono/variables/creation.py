@@ -10,30 +10,27 @@ from typing import Any
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules import module as registration
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 from unisono.contexts import current_replica
 from unisono.errors import UnsupportedError
 from unisono.sharing import LiveSet, computed_once, in_place_of
 from unisono.variables.attributes import raw
-from unisono.variables.for_all import average_once
-from unisono.variables.front import mirror_of
-from unisono.variables.hook_tables import let_replicas_have_hooks
+from unisono.variables.for_all import once
+from unisono.variables.leaves import clear
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import make_once
-from unisono.variables.optimizer_tables import parameters_of
 from unisono.variables.outsiders import check_call, note_maker, refuse_outsiders
-from unisono.variables.owners import owner_of
+from unisono.variables.owners import owner_of, parameters_of
 from unisono.variables.policy import HasPolicy
-from unisono.variables.torch_calls import let_clipping_be_known, watch_calls
+from unisono.variables.torch_calls import watch_calls
 
 
 class _Scopes(threading.local):
     """The mirrors of the scopes that this thread is in, and the modules made there."""
 
-    def __init__(self) -> None:
-        self.open: list[tuple[Mirrors, dict[int, nn.Module]]] = []
+    open: tuple[tuple[Mirrors, dict[int, nn.Module]], ...] = ()
 
 
 # Those schedulers that do not call `__init__` of `LRScheduler` are there themselves.
@@ -52,11 +49,11 @@ def creating(mirrors: Mirrors) -> Iterator[None]:
     _all_mirrors.add(mirrors)
     # By identity: a metric that is being made has no hash yet.
     made: dict[int, nn.Module] = {}
-    _scopes.open.append((mirrors, made))
+    before, _scopes.open = _scopes.open, (*_scopes.open, (mirrors, made))
     try:
         yield
     finally:
-        _scopes.open.pop()
+        _scopes.open = before
     for module in made.values():
         mirrors.take_in(module)
     mirrors.share_new()
@@ -82,10 +79,14 @@ def _install_hooks() -> None:
     registration.register_module_module_registration_hook(_on_registered)
     for cls in _ONCE:
         _wrap_init(cls)
-    _watch_optimizers()
+    Optimizer.__new__ = staticmethod(_make_optimizer)  # type: ignore[method-assign,assignment]
     for name in ("__init__", "__setstate__"):
         _wrap_making(name, getattr(nn.Module, name))
-    average_once()
+    update: Any = swa_utils.AveragedModel.update_parameters
+
+    @in_place_of(swa_utils.AveragedModel, "update_parameters")
+    def update_parameters(self: Any, model: nn.Module) -> None:
+        once(update, self, model)
 
 
 @computed_once
@@ -95,8 +96,6 @@ def watch_torch() -> None:
     refuse_outsiders()
     watch_calls()
     _watch_attributes()
-    let_clipping_be_known()
-    let_replicas_have_hooks()
     for cls in (nn.Module, Optimizer):
         _wrap_zero_grad(cls)
 
@@ -107,9 +106,9 @@ def _watch_attributes() -> None:
 
     @in_place_of(nn.Module, "__setattr__")
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        mirror = mirror_of(self)
-        if mirror is not None and not is_own(raw(self), name):
-            mirror.forget(name)
+        mirrors = owner_of(self)
+        if mirrors is not None and not is_own(raw(self), name):
+            mirrors.give_again(self, name)
         if name == UPDATES and is_clone(raw(self)):
             note_updates(self, value)
         elif name == UPDATES and is_metric(raw(self)):
@@ -118,9 +117,9 @@ def _watch_attributes() -> None:
 
     @in_place_of(nn.Module, "__delattr__")
     def __delattr__(self: nn.Module, name: str) -> None:
-        mirror = mirror_of(self)
-        if mirror is not None:
-            mirror.forget(name)
+        mirrors = owner_of(self)
+        if mirrors is not None:
+            mirrors.give_again(self, name)
         delete_attribute(self, name)
 
 
@@ -164,21 +163,25 @@ def _wrap_zero_grad(cls: Any) -> None:
         if current_replica() is None:
             of_module = isinstance(self, nn.Module)
             for mirrors in [one for one in _all_mirrors if one.all_leaves]:
-                parameters = self.parameters() if of_module else parameters_of(self)
-                mirrors.clear_gradients(parameters, set_to_none=set_to_none)
+                found = map(
+                    mirrors.leaves_of, self.parameters() if of_module else parameters_of(self)
+                )
+                for leaves in filter(None, found):
+                    for leaf in leaves.leaves:
+                        clear(leaf, set_to_none=set_to_none)
 
 
 def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | None) -> None:
     """Called when a module gets a parameter, buffer or submodule."""
-    mirror = mirror_of(module)
-    if mirror is not None:
-        mirror.owner.is_stale = True
+    mirrors = owner_of(module)
+    if mirrors is not None:
+        mirrors.is_stale = True
         if isinstance(thing, nn.Module):
             for submodule in thing.modules():
-                mirror.owner.take_in(submodule)
+                mirrors.take_in(submodule)
     elif isinstance(thing, nn.Parameter):
         note_maker(thing)
-    if mirror is None and _scopes.open:
+    if mirrors is None and _scopes.open:
         modules = [module, *(thing.modules() if isinstance(thing, nn.Module) else ())]
         _scopes.open[-1][1].update((id(one), one) for one in modules)
 
@@ -203,31 +206,21 @@ def _wrap_init(cls: type) -> None:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         note_maker(self)
         init(self, *args, **kwargs)
-        mirrors = _mirrors_for(self)
+        if _scopes.open:
+            mirrors: Mirrors | None = _scopes.open[-1][0]
+        elif isinstance(self, Optimizer):
+            parameters = parameters_of(self)
+            mirrors = next((one for one in _all_mirrors if any(map(one.owns, parameters))), None)
+        else:
+            mirrors = owner_of(getattr(self, "optimizer", None))
         if mirrors is not None:
             make_once(self, mirrors)
 
 
-def _watch_optimizers() -> None:
-    """Lets optimizers be found that wrap another and do not call `__init__` of `Optimizer`."""
-
-    def make(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
-        create: Any = super(Optimizer, cls).__new__
-        is_last = create is object.__new__
-        made = create(cls) if is_last else create(cls, *args, **kwargs)
-        if _scopes.open:
-            make_once(made, _scopes.open[-1][0])
-        return made
-
-    Optimizer.__new__ = staticmethod(make)  # type: ignore[method-assign,assignment]
-
-
-def _mirrors_for(made: Any) -> Mirrors | None:
-    """Returns whose object it is: that of the scope, or of what it works on."""
+def _make_optimizer(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
+    """Finds optimizers, too, that wrap another and do not call `__init__` of `Optimizer`."""
+    create: Any = super(Optimizer, cls).__new__
+    made = create(cls) if create is object.__new__ else create(cls, *args, **kwargs)
     if _scopes.open:
-        return _scopes.open[-1][0]
-    if isinstance(made, Optimizer):
-        parameters = parameters_of(made)
-        return next((one for one in _all_mirrors if any(map(one.owns, parameters))), None)
-    optimizer = getattr(made, "optimizer", None)
-    return None if optimizer is None else owner_of(optimizer)
+        make_once(made, _scopes.open[-1][0])
+    return made

@@ -6,12 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
-from torch.optim import swa_utils
-
 from unisono.arguments import check_callable
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
-from unisono.sharing import computed_once, in_place_of
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
 from unisono.variables.front import as_of_program
@@ -26,8 +22,8 @@ class for_all:
     """Until the block ends, the code runs for all replicas, which wait at a barrier.
 
     It sees modules and parameters as the program has them. Before, what replicas have written to
-    parameters themselves is refused, and what they have set in the groups of optimizers is taken
-    over. After it, what the block has written reaches every memory.
+    parameters is refused, and what they have set in the groups of optimizers is taken over. After
+    it, what the block has written reaches every memory.
 
     A class and not a generator, for the reason that `entered` gives.
     """
@@ -37,18 +33,15 @@ class for_all:
     def __init__(self, context: ReplicaContext, *, is_once: bool = False) -> None:
         self._context = context
         self._mirrors = context.replicas.mirrors
-        own = context.generators
-        for_all = None if own is None else own.for_all
-        self._entered = entered(
-            CrossReplicaContext(context.replicas, generators=for_all, is_once=is_once)
-        )
+        generators = getattr(context.generators, "for_all", None)
+        inner = CrossReplicaContext(context.replicas, generators=generators, is_once=is_once)
+        self._entered = entered(inner)
 
     def __enter__(self) -> None:
         # The program's own parameters are checked.
         with no_torch_function():
             self._mirrors.postponed.make()
             self._mirrors.watch.check()
-            self._mirrors.states.check()
             self._mirrors.before_writes()
             recorder = self._context.meeting.recorder
             self._mirrors.groups.settle(self._context.num_local_replicas, recorder)
@@ -60,7 +53,6 @@ class for_all:
             with no_torch_function():
                 self._mirrors.watch.settle()
                 self._mirrors.groups.renew()
-                self._mirrors.states.forget()
 
 
 def do_once(
@@ -177,13 +169,3 @@ def _call(
         result = fn(*args, **kwargs)
     replicas.mirrors.metrics.begin()
     return [select_replica(i, result) for i in range(len(given))]
-
-
-@computed_once
-def average_once() -> None:
-    """Makes `AveragedModel.update_parameters` happen once when replicas call it."""
-    update = swa_utils.AveragedModel.update_parameters
-
-    @in_place_of(swa_utils.AveragedModel, "update_parameters")
-    def update_parameters(self: Any, model: nn.Module) -> None:
-        once(update, self, model)

@@ -1,4 +1,4 @@
-"""What a strategy knows about a module, and subclasses that objects have while replicas run.
+"""Clones of modules, and subclasses that objects have while replicas run.
 
 In the thread of a replica, a module is the clone of that replica, and its parameters are leaves of
 the replica. A parameter that the step kept from before the run, such as a variable of a closure, is
@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import optimizer
@@ -26,9 +26,7 @@ from unisono.errors import ContextError
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function_of_subclasses
 from unisono.variables.leaves import Leaves
-
-if TYPE_CHECKING:
-    from unisono.variables.mirrors import Mirrors
+from unisono.variables.owners import owner_of
 
 T = TypeVar("T")
 
@@ -36,41 +34,14 @@ _PLAIN_CLASS = "_unisono_plain_class"
 _set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 
 
-# By the identity of a primary. The strategy keeps the mirror, and not the module: what a module
-# keeps is saved and copied with it. An entry is removed when its module ends, and not its mirror:
-# by then, the module may have another one.
-_mirrors: dict[int, tuple[weakref.ref[Mirror], weakref.ref[nn.Module]]] = {}
-
-
 @dataclass(eq=False)
 class Mirror:
     """What a strategy knows about a primary module."""
 
-    owner: Mirrors
     primary: weakref.ref[nn.Module]
     replicas: list[nn.Module] = field(default_factory=list)
     # By name, the attributes of the primary that the clones have, and what replica 0 sees there.
     given: dict[str, tuple[int, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        module = self.primary()
-        assert module is not None
-        identity = id(module)
-        end = weakref.ref(module, lambda _: _mirrors.pop(identity, None))
-        _mirrors[identity] = weakref.ref(self), end
-
-    def forget(self, name: str) -> None:
-        """Lets the clones get an attribute again, even if its value has not changed."""
-        # Equal to no attribute.
-        self.given[name] = (0, None)
-        self.owner.is_stale = True
-
-
-def mirror_of(module: object) -> Mirror | None:
-    """Returns the mirror of a module, if it is a primary."""
-    found = _mirrors.get(id(module))
-    mirror = None if found is None else found[0]()
-    return mirror if mirror is not None and mirror.primary() is module else None
 
 
 class Front:
@@ -158,24 +129,37 @@ class Fronts:
                 set_classes([target], self._during[-1:])
 
     def of_kind(self, kind: type[T]) -> list[T]:
-        """Returns the objects of a class."""
         with self._lock:
             added = list(self._added.values())
         found = (target() for target, _ in added)
         return [target for target in found if isinstance(target, kind)]
 
+    def up_during(self, run: Callable[[], T], leaves: Iterable[Leaves] = ()) -> T:
+        """Makes a run in which objects, and the parameters of `leaves`, have their other class."""
+        try:
+            try:
+                self.put_up()
+                self.capture(leaves)
+                return run()
+            finally:
+                self.take_down()
+        finally:
+            # Again, because Ctrl-C may have ended the first one halfway.
+            self.take_down()
+
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
         with self._lock:
-            added = self._added.items()
-            found = {key: (target, one) for key, one in added if (target := one[0]()) is not None}
+            added = self._added
+            found = {
+                key: target for key, (ref, _) in added.items() if (target := ref()) is not None
+            }
             if len(found) < len(added):
-                self._added = {key: one for key, (_, one) in found.items()}
-            present = [target for target, _ in found.values()]
+                self._added = added = {key: added[key] for key in found}
+            present = list(found.values())
             plain = list(map(type, present))
             if plain != self._plain:
-                earlier = (before for _, (_, before) in found.values())
-                self._during = list(map(in_front, earlier, plain))
+                self._during = list(map(in_front, (one for _, one in added.values()), plain))
                 self._plain = plain
             self._present = present
             self._is_up = True
@@ -269,11 +253,7 @@ _originals: dict[int, nn.Module] = {}
 
 
 class as_of_program:
-    """Until the block ends, clones are the modules of the program to code outside replicas.
-
-    Args:
-        pairs: Modules and the clones of one replica.
-    """
+    """Until the block ends, clones of a replica are the program's modules outside replicas."""
 
     __slots__ = ("_clones", "_modules")
 
@@ -305,7 +285,7 @@ def _clone(module: Any) -> Any:
     mirror = context.replicas.mirrors.mirrors.get(id(module))
     if mirror is not None:
         return mirror.replicas[context.local_id]
-    if mirror_of(module) is not None:
+    if owner_of(module) is not None:
         raise ContextError(
             f"This {type(module).__name__} belongs to another strategy than {context.strategy!r}, "
             "so its replicas would share the parameters. Make it in the scope of the strategy that "
@@ -323,10 +303,8 @@ class Captured(nn.Parameter):
         """Makes a plain parameter, because a copy is not a primary."""
         return nn.Parameter(data, requires_grad)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The class that it has outside a run."""
-        return nn.Parameter
+    # What it has outside a run.
+    __class__ = property(lambda _: nn.Parameter)
 
     @classmethod
     def __torch_function__(

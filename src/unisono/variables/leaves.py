@@ -39,14 +39,12 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, grad: Tensor | None) -> Mark | None:
-        """Marks a gradient."""
         if grad is None:
             return None
         # Without a call of Python, as there is one for every gradient.
         return tuple.__new__(cls, (weakref.ref(grad), grad._version))
 
     def fits(self, grad: Tensor) -> bool:
-        """Whether `grad` is the gradient that was marked, and has not been written to."""
         return self.grad() is grad and grad._version == self.version
 
 
@@ -54,17 +52,8 @@ class Leaves:
     """One parameter: the primary, and the leaf of each replica."""
 
     __slots__ = (
-        "__weakref__",
-        "attributes",
-        "hooks",
-        "is_shown",
-        "is_spread",
-        "leaves",
-        "memories",
-        "others",
-        "primary",
-        "reduced",
-        "version",
+        *("__weakref__", "attributes", "hooks", "is_shown", "is_spread", "leaves", "memories"),
+        *("others", "primary", "reduced", "version"),
     )
 
     def __init__(
@@ -82,25 +71,20 @@ class Leaves:
         self.is_spread = bool(self.others)
         # Whether the primary has shown the gradient of the leaves since they last had none.
         self.is_shown = False
-        # The program's attributes of the primary that the leaves have, too.
+        # The program's attributes of the primary, and the numbers of its hooks, that leaves have.
         self.attributes: dict[str, Any] = {}
-        # The numbers of the hooks of the primary that the leaves have, too.
         self.hooks: list[int] = []
         # For each replica, the gradient that was reduced last.
         self.reduced: list[Mark | None] = [None] * len(self.leaves)
 
     @classmethod
     def made_for(
-        cls,
-        primary: nn.Parameter,
-        memories: tuple[Hashable, ...],
-        places: tuple[torch.device, ...],
+        cls, primary: nn.Parameter, memories: tuple[Hashable, ...], places: Sequence[torch.device]
     ) -> Leaves:
         """Makes a leaf for each replica, which shares the storage of those in its memory."""
         storages = _storages(primary, memories, places)
-        needs = primary.requires_grad
+        needs, kind = primary.requires_grad, primary.__class__
         leaves = [nn.Parameter(storage, requires_grad=needs) for storage in storages]
-        kind = primary.__class__
         if kind is not nn.Parameter and type(leaves[0]) is nn.Parameter:
             for leaf in leaves:
                 leaf.__class__ = kind
@@ -115,12 +99,11 @@ class Leaves:
             and first.shape == primary.shape
         )
 
-    def follow(self, places: tuple[torch.device, ...]) -> None:
+    def follow(self, places: Sequence[torch.device]) -> None:
         """Makes the leaves again what the primary is. They keep their gradients and hooks."""
         primary = self.primary
-        for leaf, storage in zip(
-            self.leaves, _storages(primary, self.memories, places), strict=True
-        ):
+        storages = _storages(primary, self.memories, places)
+        for leaf, storage in zip(self.leaves, storages, strict=True):
             grad, leaf.grad = leaf.grad, None
             _set_data(leaf, storage)
             leaf.requires_grad_(primary.requires_grad)
@@ -130,7 +113,6 @@ class Leaves:
         self.version = version_of(primary)
 
     def is_behind(self) -> bool:
-        """Whether something was written to the primary that other memories do not have."""
         return self.is_spread and self.version != version_of(self.primary)
 
     def take_over(self) -> None:
@@ -157,7 +139,6 @@ class Leaves:
             self.hooks = list(hooks)
 
     def mark_reduced(self) -> None:
-        """Remembers the gradients of the leaves as reduced: they are equal."""
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
 
     def is_hidden(self) -> bool:
@@ -194,7 +175,7 @@ class Leaves:
 
 
 def _storages(
-    primary: Tensor, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]
+    primary: Tensor, memories: tuple[Hashable, ...], places: Sequence[torch.device]
 ) -> list[Tensor]:
     """Returns what the leaf of each replica holds: in the memory of the primary, what that does."""
     storages: dict[Hashable, Tensor] = {memories[0]: primary.detach()}
@@ -216,7 +197,6 @@ class VariableLeaves(Leaves):
         self._variable = weakref.ref(variable)
 
     def is_current(self) -> bool:
-        """Whether there still is the variable."""
         return self._variable() is not None
 
     def watched(self) -> list[Tensor]:
@@ -224,7 +204,7 @@ class VariableLeaves(Leaves):
         return []
 
     def is_behind(self) -> bool:
-        """Returns False: components may differ until the next update."""
+        # Components may differ until the next update.
         return False
 
     def take_over(self) -> None:
@@ -295,8 +275,8 @@ def clear_gradients(owners: Iterable[Leaves], replica_id: int, *, set_to_none: b
             leaf.grad = one.reduced[replica_id] = None
             continue
         if replica_id == 0:
-            clear(one.primary, set_to_none=False)
-        clear(leaf, set_to_none=False)
+            clear(one.primary)
+        clear(leaf)
         one.reduced[replica_id] = Mark.of(leaf.grad)
 
 
@@ -338,13 +318,8 @@ def spread(owners: Sequence[Leaves]) -> None:
                     leaf.detach().copy_(one.primary.detach())
             one.version = version_of(one.primary)
         for small in alike.values():
-            primaries, *others = zip(
-                *(
-                    in_memory_order([one.primary.detach(), *map(Tensor.detach, one.others)])
-                    for one in small
-                ),
-                strict=True,
-            )
+            held = ([one.primary.detach(), *map(Tensor.detach, one.others)] for one in small)
+            primaries, *others = zip(*map(in_memory_order, held), strict=True)
             layout = PackLayout.of_groups(list(map(Spec.of, primaries)), [range(len(small))])
             packs = layout.pack(primaries)
             for leaves in others:
@@ -367,7 +342,7 @@ class fit_for_training:
         self._mode.__exit__(None, None, None)
 
 
-def clear(leaf: Tensor, *, set_to_none: bool) -> None:
+def clear(leaf: Tensor, *, set_to_none: bool = False) -> None:
     """Clears the gradient of one leaf, as torch does."""
     if set_to_none:
         leaf.grad = None

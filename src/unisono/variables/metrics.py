@@ -83,7 +83,6 @@ class MirroredMetric(NamedTuple):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the primary."""
         attributes: dict[str, Any] = object.__getattribute__(self.primary(), "__dict__")
         return attributes
 
@@ -97,7 +96,7 @@ class MirroredMetric(NamedTuple):
             clone.__dict__.update(
                 notes,
                 _device=place,
-                distributed_available_fn=_is_on_replica,
+                distributed_available_fn=lambda: current_replica() is not None,
                 _sync_dist=functools.partial(_synchronize, self, workers),
                 update=cls._wrap_update(clone, types.MethodType(cls.update, clone)),
                 compute=cls._wrap_compute(clone, types.MethodType(cls.compute, clone)),
@@ -105,7 +104,6 @@ class MirroredMetric(NamedTuple):
             self._start(clone)
 
     def begin(self) -> None:
-        """Before a run: forgets what was counted in the last one."""
         for clone in self.clones:
             own = clone.__dict__
             own["_computed"] = None
@@ -129,15 +127,13 @@ class MirroredMetric(NamedTuple):
     @property
     def is_changed(self) -> bool:
         """Whether a replica of this worker has updated or reset it in this run."""
+        fixed = self.fixed.items()
         return any(
-            clone.__dict__[UPDATES]
-            or clone.__dict__[_WAS_RESET]
-            or any(clone.__dict__[name] is not value for name, value in self.fixed.items())
-            for clone in self.clones
+            own[UPDATES] or own[_WAS_RESET] or any(own[name] is not value for name, value in fixed)
+            for own in map(vars, self.clones)
         )
 
     def part_of(self, clone: nn.Module) -> Part:
-        """Returns what a replica has counted."""
         own = clone.__dict__
         for name, value in self.fixed.items():
             if own[name] is not value:
@@ -207,7 +203,6 @@ class Metrics:
         self._num_found = 0
 
     def track(self, modules: Iterable[tuple[nn.Module, list[nn.Module]]]) -> None:
-        """Says which modules there are, each with its clones."""
         before, found = self._metrics, WeakIdKeyDictionary()
         for module, clones in modules:
             attributes = object.__getattribute__(module, "__dict__")
@@ -215,14 +210,18 @@ class Metrics:
                 self._num_found += module not in before
                 number = before[module].number if module in before else self._num_found
                 name = type(module).__name__
-                fixed = {k: v for k, v in attributes.items() if _is_fixed(attributes, k, v)}
+                fixed = {
+                    key: value
+                    for key, value in attributes.items()
+                    if isinstance(value, (int, float, Tensor))
+                    and not (isinstance(value, bool) or is_own(attributes, key))
+                }
                 metric = MirroredMetric(number, name, weakref.ref(module), clones, fixed)
                 metric.prepare(self._places, self._workers)
                 found[module] = metric
         self._metrics = found
 
     def begin(self) -> None:
-        """Before a run: makes all replicas count from zero."""
         for metric in self._metrics.values():
             metric.begin()
 
@@ -265,23 +264,14 @@ def _synchronize(metric: MirroredMetric, workers: Workers, *_: Any, **__: Any) -
         own[name] = list(value) if is_list else value.to(own["_device"], copy=True)
 
 
-def _is_on_replica() -> bool:
-    return current_replica() is not None
-
-
-def _is_fixed(attributes: dict[str, Any], name: str, value: Any) -> bool:
-    is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
-    return is_number and not is_own(attributes, name)
-
-
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
 def _how(reduction: Any) -> str:
     """Returns "sum", "mean", "max", "min" or "cat", or "" for any other function."""
-    name = getattr(reduction, "__name__", "")
-    return name.removeprefix("dim_zero_") if name.startswith("dim_zero_") else ""
+    prefix, _, how = getattr(reduction, "__name__", "").partition("dim_zero_")
+    return "" if prefix else how
 
 
 def _parts_of_all(

@@ -9,6 +9,7 @@ leaf or the same module.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import types
 import weakref
@@ -21,18 +22,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
-from unisono.variables.attributes import Attributes, Contents, raw, tables_of
+from unisono.variables.attributes import TABLES_OF_OWN, Attributes, Contents, raw
 from unisono.variables.buffers import Buffers
-from unisono.variables.front import Fronts, Mirror, Redirect, mirror_of, plain_class
-from unisono.variables.hook_tables import HookTables
-from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, needs_grad, spread
+from unisono.variables.front import Fronts, Mirror, Redirect, plain_class, set_classes
+from unisono.variables.leaves import Leaves, catch_up, fit_for_training, needs_grad, spread
 from unisono.variables.metrics import Metrics
-from unisono.variables.optimizer_state import SeenStates
-from unisono.variables.postponed import Postponed
+from unisono.variables.owners import give_to, owner_of
 from unisono.variables.shared_tensors import SharedTensors
-from unisono.variables.torch_calls import synchronized
+from unisono.variables.snapshot import Postponed
+from unisono.variables.torch_calls import HookTables, synchronized
 from unisono.variables.updates import GroupCopies
-from unisono.variables.written import Parts, Watch, let_data_be_watched
+from unisono.variables.written import Watch, let_data_be_watched
 
 T = TypeVar("T")
 
@@ -84,14 +84,14 @@ class Mirrors:
         self.before_writes: Callable[[], None] = lambda: None
         self.postponed = Postponed()
         self.watch = Watch(self)
-        self.parts = Parts(self)
         self.groups = GroupCopies(workers)
-        self.states = SeenStates()
         self.hooks = HookTables(self)
         # The steps whose backward passes were seen to reach own leaves, whether that of this run
         # is one of them, and whether it becomes one.
         self._checked: dict[int, object] = {}
         self.is_checked = self.is_being_checked = False
+        # The parameters of the process that belong to others, and of when this is.
+        self.outsiders: tuple[object, list[weakref.ref[Tensor]]] = None, []
         # By identity, tensors of no model that a replica uses in this run as if they were its own:
         # running statistics that it writes to, and leaves that it trains. And which replica.
         self.claimed: dict[int, tuple[int, Tensor]] = {}
@@ -111,13 +111,13 @@ class Mirrors:
         """Between runs: forgets the replicas of this worker. The next run makes others."""
         for mirror in list(self.mirrors.values()):
             self.attributes.check_given(mirror.replicas, mirror.given)
-        hidden = next((one for one in self.all_leaves if one.is_hidden()), None)
-        if hidden is not None:
-            raise UnsupportedError(
-                f"A gradient of {self.name_of(hidden.primary)} was not reduced in its run, so no "
-                "other worker can take over the replica that has it. Leave `no_sync()` before the "
-                "last backward pass of a run."
-            )
+        for one in self.all_leaves:
+            if one.is_hidden():
+                raise UnsupportedError(
+                    f"A gradient of {self.name_of(one.primary)} was not reduced in its run, so no "
+                    "other worker can take over the replica that has it. Leave `no_sync()` before "
+                    "the last backward pass of a run."
+                )
         for one in self.all_leaves:
             # It may lie in memory of the workers that were.
             if one.primary.grad is not None:
@@ -130,25 +130,6 @@ class Mirrors:
         self._lay_out(memories, places)
         self.is_stale = True
 
-    def _adopt(self, module: nn.Module) -> None:
-        """Makes `module` a primary; its clones are made before the next run."""
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(
-                f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Make "
-                "the plain module in the scope, and script it after training."
-            )
-        if isinstance(module, (DataParallel, DistributedDataParallel)):
-            raise UnsupportedError(
-                f"{type(module).__name__} cannot be used in a strategy, which splits batches and "
-                "reduces gradients itself. Make the plain model in the scope."
-            )
-        let_data_be_watched()
-        identity = id(module)
-        primary = weakref.ref(module, lambda _: self._forget(identity))
-        self.mirrors[identity] = Mirror(self, primary)
-        self.fronts.add(module, Redirect)
-        self.is_stale = True
-
     def _forget(self, identity: int) -> None:
         """Called when a primary is freed: frees its parameters and submodules, too."""
         self.mirrors.pop(identity, None)
@@ -157,20 +138,16 @@ class Mirrors:
             self._tables.note([])
             self.is_stale = True
 
+    def give_again(self, module: nn.Module, name: str) -> None:
+        """Lets the clones of a module get an attribute again, even if its value has not changed."""
+        # Equal to no attribute.
+        self.mirrors[id(module)].given[name] = (0, None)
+        self.is_stale = True
+
     def share_new(self) -> None:
-        """Gives every worker what the chief has of what is new."""
         self.shared.share(self.primaries())
 
-    def is_sparse(self, leaves: Leaves) -> bool:
-        """Whether a parameter has sparse gradients, as far as its modules tell."""
-        return any(
-            raw(module).get("sparse", False)
-            for module in self.primaries()
-            if any(one is leaves.primary for one in raw(module)["_parameters"].values())
-        )
-
     def leaves_of(self, parameter: Tensor) -> Leaves | None:
-        """Returns the leaves of a primary parameter, if it has any."""
         owner = self.owners.get(id(parameter))
         return owner if owner is not None and owner.primary is parameter else None
 
@@ -191,13 +168,14 @@ class Mirrors:
 
     def of_program(self, part: Any) -> Any:
         """Returns what the program has of a module or parameter that a replica has."""
-        if isinstance(part, nn.Module):
-            # A copy, because the garbage collector may free a module meanwhile, on any thread.
-            found = (m for m in [*self.mirrors.values()] if any(part is own for own in m.replicas))
-            primary = next((mirror.primary() for mirror in found), None)
-            return part if primary is None else primary
-        owner = self.owners.get(id(part)) if isinstance(part, Tensor) else None
-        return part if owner is None else owner.primary
+        if isinstance(part, Tensor):
+            owner = self.owners.get(id(part))
+            return part if owner is None else owner.primary
+        # A copy, because the garbage collector may free a module meanwhile, on any thread.
+        for mirror in [*self.mirrors.values()] if isinstance(part, nn.Module) else ():
+            if any(part is own for own in mirror.replicas):
+                return mirror.primary() or part
+        return part
 
     def name_of(self, parameter: Tensor) -> str:
         """Returns the name of a primary parameter in its model, such as `encoder.weight` of Net."""
@@ -237,30 +215,20 @@ class Mirrors:
 
     def are_as_given(self) -> bool:
         """Whether the clones still match their primaries, by a quick check in C."""
-        return not self.is_stale and self._tables.are_same() and self.attributes.are_as_given()
+        return not self.is_stale and self._tables.are_same() and self.attributes.given.are_same()
 
     def call_in_use(self, step: object, run: Callable[[], T]) -> T:
         """Makes a run of `step`: replicas see their clones, and what they do once happens once."""
         code = getattr(step, "__code__", step)
         self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
         try:
-            try:
-                self.fronts.put_up()
-                self.fronts.capture(self.all_leaves)
-                result = run()
-            finally:
-                self._take_down()
+            result = self.fronts.up_during(run, self.all_leaves)
         finally:
-            # Again, because Ctrl-C may have ended the first one halfway.
-            self._take_down()
+            self.claimed = {}
+            self.hooks.settle()
         if self.is_being_checked:
             self._checked[id(code)] = code
         return result
-
-    def _take_down(self) -> None:
-        self.fronts.take_down()
-        self.hooks.settle()
-        self.claimed = {}
 
     def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yields every module and its clone for each of some replicas."""
@@ -269,7 +237,6 @@ class Mirrors:
             yield from ((module, replicas[i]) for i in replica_ids if replicas)
 
     def primaries(self) -> list[nn.Module]:
-        """Returns the modules, in the order of making."""
         found = (mirror.primary() for mirror in list(self.mirrors.values()))
         return [module for module in found if module is not None]
 
@@ -282,14 +249,14 @@ class Mirrors:
         """Adopts modules that were put into primaries, also behind torch's back."""
         for primary in self.primaries():
             for child in raw(primary)["_modules"].values():
-                if child is not None and mirror_of(child) is None:
+                if child is not None and owner_of(child) is None:
                     for module in child.modules():
                         self.take_in(module)
 
     def take_in(self, module: nn.Module) -> None:
         """Makes one module, without its submodules, belong to these mirrors."""
-        mirror = mirror_of(module)
-        if mirror is not None and mirror.owner is not self:
+        owner = owner_of(module)
+        if owner is not None and owner is not self:
             raise ContextError(
                 f"This {type(module).__name__} belongs to another strategy. Make one in the scope, "
                 "and not in a default argument, or mirror a copy, which `copy.deepcopy` makes."
@@ -298,8 +265,26 @@ class Mirrors:
         if self.is_single:
             self.move(module)
             self.singles[id(module)] = weakref.ref(module)
-        elif mirror is None:
-            self._adopt(module)
+            return
+        if owner is self:
+            return
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Make "
+                "the plain module in the scope, and script it after training."
+            )
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            raise UnsupportedError(
+                f"{type(module).__name__} cannot be used in a strategy, which splits batches and "
+                "reduces gradients itself. Make the plain model in the scope."
+            )
+        let_data_be_watched()
+        identity = id(module)
+        # Its clones are made before the next run.
+        self.mirrors[identity] = Mirror(weakref.ref(module, lambda _: self._forget(identity)))
+        give_to(module, self)
+        self.fronts.add(module, Redirect)
+        self.is_stale = True
 
     def _rebuild(self) -> None:
         # Until all is done, because Ctrl-C may come between.
@@ -328,16 +313,19 @@ class Mirrors:
                 clone: nn.Module = object.__new__(cls)
                 clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
                 mirror.replicas.append(clone)
-            for clone in mirror.replicas:
-                # A parametrization that came later has changed the class of the primary.
-                object.__setattr__(clone, "__class__", cls)
+            # A parametrization that came later has changed the class of the primary.
+            set_classes(mirror.replicas, itertools.repeat(cls))
         self.attributes.give([self.mirrors[id(module)] for module in primaries])
-        self._tables.note(tables_of(primaries))
+        own = list(map(raw, primaries))
+        # Of buffers their names, by live views.
+        names = (one["_buffers"].keys() for one in own)
+        tables = (one[name] for name in TABLES_OF_OWN for one in own)
+        self._tables.note([*tables, *names])
         pairs = [(module, self.mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
         self.metrics.track(pairs)
-        self.parts.note()
-        self.hooks.forget()
+        self.watch.note_parts(clone for _, clones in pairs for clone in clones)
+        self.hooks.by_identity = None
         self.fronts.capture(self.all_leaves)
         self.is_stale = False
 
@@ -368,23 +356,15 @@ class Mirrors:
 
     def stand_in(self, value: Any, replica_id: int) -> Any:
         """Returns what a replica sees in place of a module, a parameter or a method of a module."""
-        if isinstance(value, nn.Module):
-            mirror = self.mirrors.get(id(value))
-            return value if mirror is None else mirror.replicas[replica_id]
-        if isinstance(value, types.MethodType):
-            mirror = self.mirrors.get(id(value.__self__))
-            if mirror is None:
-                return value
-            return types.MethodType(value.__func__, mirror.replicas[replica_id])
-        leaves = self.leaves_of(value)
-        return value if leaves is None else leaves.leaves[replica_id]
-
-    def clear_gradients(self, parameters: Iterable[Tensor], *, set_to_none: bool) -> None:
-        """Clears the gradients that the replicas have of some parameters."""
-        for parameter in parameters:
-            leaves = self.leaves_of(parameter)
-            for leaf in leaves.leaves if leaves is not None else ():
-                clear(leaf, set_to_none=set_to_none)
+        if isinstance(value, Tensor):
+            leaves = self.leaves_of(value)
+            return value if leaves is None else leaves.leaves[replica_id]
+        is_method = isinstance(value, types.MethodType)
+        mirror = self.mirrors.get(id(value.__self__ if is_method else value))
+        if mirror is None:
+            return value
+        clone = mirror.replicas[replica_id]
+        return types.MethodType(value.__func__, clone) if is_method else clone
 
 
 def _paths(module: nn.Module, parameter: Tensor, seen: set[int]) -> Iterator[str]:

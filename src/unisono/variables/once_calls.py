@@ -25,23 +25,20 @@ from unisono.options import ReduceOp
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function
 from unisono.values import PerReplica, as_tensor
+from unisono.variables import owners
 from unisono.variables.for_all import do_once, for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.leaves import (
-    clear,
     clear_gradients,
     give_gradients,
     show_current_gradients,
     spread,
 )
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.optimizer_tables import parameters_of, set_table, tensors_in
-from unisono.variables.owners import Found, found_of, give_to, mirrors_of, owner_of
 from unisono.variables.updates import (
     Settings,
     is_plain,
-    update_as,
-    update_in_shares,
+    update_plainly,
     watch_updates,
 )
 
@@ -64,16 +61,18 @@ class OnceStep:
 def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     """Makes one update for all replicas, with the gradients that they have reduced."""
     context = current_replica()
-    what = f"{type(optimizer).__name__}.step()"
-    if context is None or (closure is not None and owner_of(optimizer) is None):
+    what, is_alone = f"{type(optimizer).__name__}.step()", not isinstance(optimizer, OnceOptimizer)
+    if context is None or (closure is not None and is_alone):
         return optimizer._update(closure, **kwargs)
-    if closure is None:
-        is_recorded = context.meeting.recorder is not None and not kwargs
-        settings = Settings(optimizer, found_of(optimizer).leaves) if is_recorded else None
-        if not kwargs and optimizer._is_put_off(context):
-            return None
-        return do_once(what, lambda: optimizer._update_taken(context, **kwargs), settings)
-    return _step_with_closures(optimizer, context, what, closure)
+    if closure is not None:
+        return _step_with_closures(optimizer, context, what, closure)
+    is_recorded = context.meeting.recorder is not None and not kwargs
+    settings = Settings(optimizer, owners.found_of(optimizer).leaves) if is_recorded else None
+    if is_alone:
+        return do_once(what, lambda: optimizer._update(None, **kwargs), settings)
+    if not kwargs and optimizer._is_put_off(context):
+        return None
+    return do_once(what, lambda: optimizer._update_taken(context, **kwargs), settings)
 
 
 # torch wraps every `step`, to call hooks and to see that a scheduler does not come before it; the
@@ -87,12 +86,6 @@ class OnceUpdate(Front):
 
     step = OnceStep()
 
-    def _is_put_off(self, context: ReplicaContext) -> bool:
-        return False
-
-    def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
-        return self._update(None, **kwargs)
-
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         step = vars(self).get("step") or super().step  # type: ignore[misc]
         return step(**kwargs) if closure is None else step(closure, **kwargs)
@@ -102,7 +95,6 @@ class OnceOptimizer(OnceUpdate):
     """Comes before the class of an optimizer while replicas run."""
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients of this replica; outside a replica, those of all."""
         if plain_class(type(self)).zero_grad is Optimizer.zero_grad:
             self._clear(*args, **kwargs)
         else:
@@ -111,16 +103,13 @@ class OnceOptimizer(OnceUpdate):
 
     def _clear(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         context = current_replica()
-        owners = found_of(self).leaves
         # The primaries themselves are cleared, too, and not only the leaves that they stand for.
         with no_torch_function():
             if context is not None:
-                clear_gradients(owners, context.local_id, set_to_none=set_to_none)
-                return
-            super().zero_grad(set_to_none)  # type: ignore[misc]
-            for leaves in owners:
-                for leaf in leaves.leaves:
-                    clear(leaf, set_to_none=set_to_none)
+                leaves = owners.found_of(self).leaves
+                clear_gradients(leaves, context.local_id, set_to_none=set_to_none)
+            else:
+                super().zero_grad(set_to_none)  # type: ignore[misc]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -138,7 +127,7 @@ class OnceOptimizer(OnceUpdate):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         _check_outside(self, "param_groups")
-        set_table(self, "param_groups", groups)
+        _set_table(self, "param_groups", groups)
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -148,16 +137,15 @@ class OnceOptimizer(OnceUpdate):
         state: dict[Any, Any] | None = vars(self).get("state")
         if state is None:
             return super().state  # type: ignore[misc,no-any-return]
-        mirrors = mirrors_of(self)
-        return mirrors.states.seen(self, mirrors, context)
+        return owners.seen_state(self, owners.mirrors_of(self))
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
-        set_table(self, "state", state)
+        _set_table(self, "state", state)
 
     def _is_put_off(self, context: ReplicaContext) -> bool:
         """Lets the update wait until the run is complete, if nothing in it can tell."""
-        mirrors, cls = mirrors_of(self), plain_class(type(self))
+        mirrors, cls = owners.mirrors_of(self), plain_class(type(self))
         is_alone = context.num_local_replicas == 1 and context.meeting.recorder is None
         if not (is_alone and mirrors.postponed.can_wait()) or not is_plain(self, cls):
             return False
@@ -167,9 +155,9 @@ class OnceOptimizer(OnceUpdate):
             mirrors.watch.check()
             mirrors.groups.settle(1)
             take_gradients(self)
-            parameters = parameters_of(self)
+            parameters = owners.parameters_of(self)
             grads = [p.grad for p in parameters]
-            state = tensors_in(vars(self)["state"])
+            state = owners.tensors_in(vars(self)["state"])
             held = [*parameters, *(one for one in grads if one is not None), *state]
             if not all(one.layout is torch.strided for one in held):
                 return False
@@ -195,27 +183,25 @@ class OnceOptimizer(OnceUpdate):
         is_wrapped = hasattr(own, "_wrapped_by_lr_sched") and is_eager
         # `outsiders` checks other parameters than those of models, before every update of torch.
         is_known = len(found.leaves) == len(found.parameters)
-        is_shared = not (mirrors_of(self).is_spread or kwargs)
+        is_shared = not (owners.mirrors_of(self).is_spread or kwargs)
         if not (is_wrapped and is_known and is_shared and is_plain(self, cls)):
             return self._update(None, **kwargs)
         # What the scheduler's wrapper does, which is not called here.
         self._opt_called = True
-        if not update_in_shares(self, cls, context, found.num_bytes):
-            update_as(cls, self)
+        update_plainly(self, cls, context, found.num_bytes)
         spread(found.of_variables)
         return None
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         result = super()._update(closure, **kwargs)
-        spread(found_of(self).of_variables)
+        spread(owners.found_of(self).of_variables)
         return result
 
 
 class OnceScheduler(Front):
-    """Comes before the class of a learning-rate scheduler while replicas run."""
+    """Comes before the class of a learning-rate scheduler. Replicas give the same arguments."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes one step for all replicas, which give the same arguments."""
         step = functools.partial(super().step, *args, **kwargs)  # type: ignore[misc]
         return do_once(f"{type(self).__name__}.step()", step, given=(*args, *kwargs.values()))
 
@@ -224,16 +210,13 @@ class OnceScaler(Front):
     """Comes before `GradScaler`: gradients are looked at and unscaled once, when reduced."""
 
     def unscale_(self, optimizer: Optimizer) -> Any:
-        """Unscales the reduced gradients, which the leaves of all replicas then have."""
         return self._once("unscale_()", optimizer, super().unscale_)  # type: ignore[misc]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Makes one update for all replicas, unless a gradient is infinite."""
         step = functools.partial(super().step, **kwargs)  # type: ignore[misc]
         return self._once("step()", optimizer, step, *args)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates the scale once for all replicas, which give the same arguments."""
         update = functools.partial(super().update, *args, **kwargs)  # type: ignore[misc]
         return do_once("GradScaler.update()", update, given=(*args, *kwargs.values()))
 
@@ -244,13 +227,14 @@ class OnceScaler(Front):
                 super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[misc]
 
     def _once(self, what: str, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
-        if current_replica() is None:
-            return method(optimizer, *args)
+        context = current_replica()
 
         def work() -> Any:
+            if context is None:
+                return method(optimizer, *args)
             take_gradients(optimizer)
             result = method(optimizer, *args)
-            for leaves in found_of(optimizer).leaves:
+            for leaves in owners.found_of(optimizer).leaves:
                 # torch does not count it as a write when gradients are unscaled.
                 leaves.give_gradient()
             return result
@@ -267,31 +251,23 @@ def make_once(target: Any, mirrors: Mirrors) -> None:
         # It is a plain object, but for runs that are recorded.
         mirrors.fronts.add(target, before)
         return
-    if owner_of(target) is not mirrors:
-        give_to(target, mirrors)
+    if owners.owner_of(target) is not mirrors:
+        owners.give_to(target, mirrors)
         mirrors.fronts.add(target, before, is_at_once=True)
         if mirrors.is_spread:
             _spread_after_updates()
 
 
-def take_gradients(optimizer: Any) -> Found:
+def take_gradients(optimizer: Any) -> owners.Found:
     """Gives the primaries the gradients that all replicas have, reduced."""
-    found = found_of(optimizer)
+    found = owners.found_of(optimizer)
     if found.leaves:
-        mirrors_of(optimizer).reduce_rest(found.leaves)
+        owners.mirrors_of(optimizer).reduce_rest(found.leaves)
     show_current_gradients(found.leaves)
     return found
 
 
-def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
-    """Before an update outside a run: reduces what replicas have written and nothing shows."""
-    owners = map(mirrors.leaves_of, parameters_of(optimizer))
-    mirrors.reduce_rest([one for one in owners if one is not None and one.is_hidden()])
-
-
 def _outside_only(name: str) -> Any:
-    """Returns a method of optimizers that replicas may not call."""
-
     @functools.wraps(getattr(Optimizer, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_outside(self, f"{name}()")
@@ -304,6 +280,15 @@ def _outside_only(name: str) -> Any:
 _HOOKS = [name for name in vars(Optimizer) if name.startswith("register_")]
 for _name in ("add_param_group", "load_state_dict", *_HOOKS):
     setattr(OnceOptimizer, _name, _outside_only(_name))
+
+
+def _set_table(optimizer: Any, name: str, value: Any) -> None:
+    """Sets `param_groups` or `state`; of one that wraps another as its class does."""
+    shown = getattr(plain_class(type(optimizer)), name, None)
+    if isinstance(shown, property):
+        shown.__set__(optimizer, value)
+    else:
+        vars(optimizer)[name] = value
 
 
 def _check_outside(optimizer: Any, what: str) -> None:
@@ -319,8 +304,8 @@ def _spread_after_updates() -> None:
     """Gives other memories what an update writes, which torch does not count if it is fused."""
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        if owner_of(optimizer) is not None:
-            spread([one for one in found_of(optimizer).leaves if one.is_spread])
+        if owners.owner_of(optimizer) is not None:
+            spread([one for one in owners.found_of(optimizer).leaves if one.is_spread])
 
     watch_updates(after, hooks.register_optimizer_step_post_hook)
 
@@ -332,9 +317,9 @@ def _step_with_closures(
 
     def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
-            spread(found_of(optimizer).leaves)
+            spread(owners.found_of(optimizer).leaves)
             # What was written so far was written for all replicas.
-            mirrors_of(optimizer).watch.stamp()
+            owners.mirrors_of(optimizer).watch.stamp()
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
             replicas = context.replicas

@@ -22,14 +22,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
-from unisono.sharing import computed_once, in_place_of
+from unisono.sharing import in_place_of
 from unisono.variables.attributes import raw
-from unisono.variables.front import mirror_of
 from unisono.variables.leaves import variable_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once_calls import reduce_hidden
-from unisono.variables.optimizer_tables import parameters_of
-from unisono.variables.owners import owner_of
+from unisono.variables.owners import owner_of, parameters_of
 from unisono.variables.torch_calls import check_is_own, is_of_another
 from unisono.variables.updates import watch_updates
 
@@ -37,7 +34,6 @@ from unisono.variables.updates import watch_updates
 _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-@computed_once
 def refuse_outsiders() -> None:
     """From now on, what was made outside is refused in the steps of strategies."""
     watch_updates(_check_optimizer)
@@ -53,7 +49,14 @@ def refuse_outsiders() -> None:
         return parameter
 
     nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
-    _check_functional_calls()
+    call: Any = stateless._functional_call
+
+    @in_place_of(stateless, "_functional_call")
+    def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _check_functional_call(module)
+        return call(module, *args, **kwargs)
+
     for name in ("scale", "unscale_", "step", "update"):
         _check_before(GradScaler, name)
     for cls in vars(lr_scheduler).values():
@@ -74,9 +77,11 @@ def note_maker(made: Any) -> None:
 def check_call(target: Any, name: str) -> None:
     """Refuses a call, on a replica, that changes an object which all replicas share."""
     context = _one_of_several()
-    if context is None or owner_of(target) is context.replicas.mirrors:
-        return
-    if _makers.get(target) != context.local_id:
+    if (
+        context is not None
+        and owner_of(target) is not context.replicas.mirrors
+        and _makers.get(target) != context.local_id
+    ):
         raise ContextError(
             f"{type(target).__name__}.{name}() was called on a replica, but the object does not "
             f"belong to {context.strategy!r}: every replica would change it. Make it in "
@@ -104,7 +109,12 @@ def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
         if owner is not None and owner.leaves[context.local_id] is leaf:
             continue
         if isinstance(leaf, nn.Parameter):
-            if _is_outsider(leaf, context):
+            if (
+                leaf.requires_grad
+                and context.num_replicas_in_sync > 1
+                and _makers.get(leaf) != context.local_id
+                and variable_of(leaf) is None
+            ):
                 raise ContextError(_message(_owner_of(leaf), leaf, context))
         elif is_of_another(leaf, context):
             raise ContextError(
@@ -113,16 +123,6 @@ def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
                 "at once. Make it a parameter of a model in `strategy.scope()`, or a "
                 "`unisono.Variable`. Make a tensor that belongs to one replica in the step."
             )
-
-
-def _is_outsider(parameter: Tensor, context: ReplicaContext) -> bool:
-    """Whether a parameter that is no leaf of the replica was made outside, and is trained."""
-    return (
-        parameter.requires_grad
-        and context.num_replicas_in_sync > 1
-        and _makers.get(parameter) != context.local_id
-        and variable_of(parameter) is None
-    )
 
 
 class MadeOutside:
@@ -135,13 +135,8 @@ class MadeOutside:
         self._lock = threading.Lock()
         # Another one after every parameter that is added, on any thread.
         self._version = object()
-        # For each strategy, those of models from elsewhere, and their versions.
-        self._of_others: weakref.WeakKeyDictionary[Mirrors, tuple[Any, list[Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def add(self, parameter: Tensor) -> None:
-        """Adds a parameter, for as long as it lives."""
         with self._lock:
             self._known.append(weakref.ref(parameter))
             if len(self._known) > self._most:
@@ -152,12 +147,11 @@ class MadeOutside:
     def are_trained(self, mirrors: Mirrors) -> bool:
         """Whether one of them requires gradients and belongs to no model of a strategy."""
         versions = self._version, mirrors.generation
-        of_others = self._of_others.get(mirrors)
-        if of_others is None or of_others[0] != versions:
+        if mirrors.outsiders[0] != versions:
             found = [known for known in list(self._known) if id(known()) not in mirrors.owners]
-            of_others = self._of_others[mirrors] = versions, found
+            mirrors.outsiders = versions, found
         # Asked every time: they can be frozen, and unfrozen.
-        return any((one := known()) is not None and one.requires_grad for known in of_others[1])
+        return any((x := one()) is not None and x.requires_grad for one in mirrors.outsiders[1])
 
 
 _made_outside = MadeOutside()
@@ -192,7 +186,7 @@ def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContex
             "were made with, and threads that a step starts see those of the program. Call the "
             "model itself in the step, or pass its parameters there."
         )
-    if module is not None and mirror_of(module) is not None:
+    if module is not None and owner_of(module) is not None:
         return (
             f"{what} was made under another strategy than {context.strategy!r}, which runs the "
             "step. Make the model and its optimizer again in the scope of this strategy, or run "
@@ -241,7 +235,9 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if context is not None:
         _check_optimizer_of_replica(optimizer, context)
     elif owner is not None and running_replica() is None:
-        reduce_hidden(optimizer, owner)
+        # Replicas may have written gradients that nothing shows.
+        found = map(owner.leaves_of, parameters_of(optimizer))
+        owner.reduce_rest([one for one in found if one is not None and one.is_hidden()])
     elif owner is not None:
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None and owner.leaves_of(parameter) is None:
@@ -273,28 +269,19 @@ def _check_optimizer_of_replica(optimizer: Optimizer, context: ReplicaContext) -
     )
 
 
-def _check_functional_calls() -> None:
-    """Refuses `functional_call` of a module that several replicas would put tensors into."""
-    call: Any = stateless._functional_call
-
-    @in_place_of(stateless, "_functional_call")
-    def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        context = None if torch.compiler.is_compiling() else _one_of_several()
-        if context is not None and not _is_of_replica(module, context):
-            raise ContextError(
-                f"`functional_call` was given a {type(module).__name__} that belongs to no model "
-                f"of {context.strategy!r}. It puts the tensors into the module while it runs, and "
-                "all replicas would do so at once. Make the module in `strategy.scope()`, or copy "
-                "it in the step with `copy.deepcopy(module)`."
-            )
-        return call(module, *args, **kwargs)
-
-
-def _is_of_replica(module: nn.Module, context: ReplicaContext) -> bool:
+def _check_functional_call(module: nn.Module) -> None:
+    """Refuses a call of a module into which several replicas would put tensors."""
+    context = _one_of_several()
+    if context is None or _makers.get(module) == context.local_id:
+        return
     mirrors = context.replicas.mirrors
-    is_made_here = _makers.get(module) == context.local_id
-    is_primary = id(module) in mirrors.mirrors
-    return is_made_here or is_primary or mirrors.of_program(module) is not module
+    if id(module) not in mirrors.mirrors and mirrors.of_program(module) is module:
+        raise ContextError(
+            f"`functional_call` was given a {type(module).__name__} that belongs to no model of "
+            f"{context.strategy!r}. It puts the tensors into the module while it runs, and all "
+            "replicas would do so at once. Make the module in `strategy.scope()`, or copy it in "
+            "the step with `copy.deepcopy(module)`."
+        )
 
 
 def _check_before(cls: Any, name: str) -> None:

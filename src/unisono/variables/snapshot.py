@@ -1,28 +1,46 @@
-"""What a run may change, as it was before the run, so that it can be undone or made again."""
+"""How a run is undone: by what there was before it, and by an update that can wait for its end.
+
+The workers of an elastic job tell each other at the end of a run that they have come there. If one
+is lost before that, all undo the run. They need no copy of what an update writes if the update is
+only made afterwards. The rest of the step must not notice: whatever could see the parameters, the
+gradients or the optimizer as they are makes the update first.
+"""
 
 from __future__ import annotations
 
-import copy
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
-from unisono.torch_private import copy_each
-from unisono.variables.attributes import raw
+from unisono.errors import CommunicationError
+from unisono.torch_private import (
+    TorchDispatchMode,
+    copy_each,
+    dispatch_keys,
+    num_dispatch_modes,
+    num_function_modes,
+    pytree,
+    with_dispatch_keys,
+)
+from unisono.variables.attributes import parts_of, raw, refill
 from unisono.variables.leaves import Leaves, VariableLeaves, fit_for_training
 from unisono.variables.metrics import is_clone, is_metric
-from unisono.variables.mirrors import Mirrors
-from unisono.variables.optimizer_tables import groups_of, tensors_in
+from unisono.variables.owners import groups_of, tensors_in
 
-_CONTAINERS = (list, dict, set)
+if TYPE_CHECKING:
+    from unisono.variables.mirrors import Mirrors
+
 _SEQUENCES = (list, tuple, set, deque)
 _NOT_STEPPED = (nn.Module, Optimizer)
+_kind_of = operator.attrgetter("shape", "dtype", "device")
 
 
 class Copies:
@@ -33,15 +51,13 @@ class Copies:
         self._copies: list[Tensor] = []
 
     def take(self, originals: list[Tensor]) -> None:
-        """Copies some tensors."""
         self._originals = originals
-        if len(originals) != len(self._copies) or not all(map(_are_alike, originals, self._copies)):
+        if list(map(_kind_of, originals)) != list(map(_kind_of, self._copies)):
             self._copies = [torch.empty_like(one, requires_grad=False) for one in originals]
         if originals:
             copy_each(self._copies, [one.detach() for one in originals])
 
     def put_back(self) -> None:
-        """Gives the tensors the values that they had."""
         for original, kept in zip(self._originals, self._copies, strict=True):
             with torch.inference_mode(mode=original.is_inference()):
                 original.detach().copy_(kept)
@@ -58,7 +74,7 @@ class Snapshot:
     def __init__(self, mirrors: Mirrors) -> None:
         self._mirrors = mirrors
         self._small, self._large, self._gradients = Copies(), Copies(), Copies()
-        self._restorations: list[Callable[[], None]] = []
+        self._restorations: list[Callable[[], object]] = []
         self._has_copied = True
         mirrors.before_writes = self._copy
 
@@ -73,7 +89,12 @@ class Snapshot:
         self._restorations = [mirrors.shared.forget_latest]
         self._has_copied = False
         with fit_for_training():
-            self._keep_random_state()
+            generators = [torch.default_generator]
+            if torch.cuda.is_initialized():
+                places = {place for place in mirrors.places if place.type == "cuda"}
+                generators += [torch.cuda.default_generators[place.index] for place in places]
+            for one in generators:
+                self._restorations.append(functools.partial(one.set_state, one.get_state()))
             tables = []
             for module in mirrors.primaries():
                 own = raw(module)
@@ -88,7 +109,6 @@ class Snapshot:
             self._keep_gradients(keep_gradients=keep_gradients)
 
     def end(self) -> None:
-        """After a run that stays made."""
         self._restorations = []
         self._has_copied = True
 
@@ -108,7 +128,6 @@ class Snapshot:
         return [one.grad for one in self._own_parameters()]
 
     def take_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Takes over what `gradients` has returned on another worker."""
         for one, grad in zip(self._own_parameters(), grads, strict=True):
             one.grad = None if grad is None else grad.to(one.device)
             leaves = self._mirrors.leaves_of(one)
@@ -147,50 +166,25 @@ class Snapshot:
         """Keeps the entries of some tables, and returns the tensors in them."""
         tensors: list[Tensor] = []
         for table in tables:
-            entries = table.copy()
-            for name, value in table.items():
-                if isinstance(value, Tensor):
-                    tensors.append(value)
-                elif isinstance(value, _CONTAINERS):
-                    entries[name] = _kept(value)
-            self._restorations.append(functools.partial(_restore, table, entries))
+            tensors += (value for value in table.values() if isinstance(value, Tensor))
+            self._restorations += _restorations(table, set(), with_tensors=False)
         return tensors
 
     def _keep_state(self, optimizer: Any) -> list[Tensor]:
         """Keeps the state of an optimizer, and returns the tensors in it."""
         state = vars(optimizer)["state"]
-        kept = {key: _kept(own) for key, own in state.items()}
-
-        def restore() -> None:
-            # In the run it may have become another object.
-            now = vars(optimizer)["state"]
-            dict.clear(now)
-            dict.update(now, {key: _kept(own) for key, own in kept.items()})
-
-        self._restorations.append(restore)
+        kept = parts_of(state)
+        # In the run it may become another object.
+        self._restorations.append(lambda: refill(vars(optimizer)["state"], kept))
+        for own in kept:
+            self._restorations += _restorations(own, set(), with_tensors=False)
         return list(tensors_in(state))
-
-    def _keep_random_state(self) -> None:
-        generators = [torch.default_generator]
-        if torch.cuda.is_initialized():
-            places = {place for place in self._mirrors.places if place.type == "cuda"}
-            generators += [torch.cuda.default_generators[place.index] for place in places]
-        states = [generator.get_state() for generator in generators]
-
-        def restore() -> None:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-
-        self._restorations.append(restore)
 
     def _keep_gradients(self, *, keep_gradients: bool) -> None:
         # By parameter: leaves are made again when a worker gets other replicas.
         shown = [(one.primary, one.primary.grad, one.is_shown) for one in self._mirrors.all_leaves]
-        if keep_gradients:
-            grads = (grad for _, grad, _ in shown)
-            self._gradients.take([one for one in grads if one is not None and not one.is_sparse])
-        else:
-            self._gradients.take([])
+        grads = (grad for _, grad, _ in shown if keep_gradients)
+        self._gradients.take([one for one in grads if one is not None and not one.is_sparse])
 
         def restore() -> None:
             self._gradients.put_back()
@@ -201,29 +195,6 @@ class Snapshot:
                     leaves.is_shown = is_shown
 
         self._restorations.append(restore)
-
-
-def _restore(table: dict[str, Any], entries: dict[str, Any]) -> None:
-    dict.clear(table)
-    dict.update(table, {name: _kept(value) for name, value in entries.items()})
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-
-
-def _kept(value: Any) -> Any:
-    """Returns a copy of containers, also inside one another; other objects stay what they are."""
-    if not isinstance(value, _CONTAINERS):
-        return value
-    copied: Any = copy.copy(value)
-    if isinstance(value, dict):
-        for key, one in value.items():
-            if isinstance(one, _CONTAINERS):
-                dict.__setitem__(copied, key, _kept(one))
-    elif isinstance(value, list):
-        list.__setitem__(copied, slice(None), [_kept(one) for one in value])
-    return copied
 
 
 @contextmanager
@@ -253,27 +224,22 @@ def _identities(value: Any) -> Iterator[int]:
             yield from _identities(item)
 
 
-def _restorations(value: Any, shared: set[int]) -> list[Callable[[], None]]:
+def _restorations(
+    value: Any, shared: set[int], *, with_tensors: bool = True
+) -> list[Callable[[], None]]:
     """Returns what makes a value, and all that it holds but for `shared`, what they are now."""
     if id(value) in shared or isinstance(value, nn.Parameter):
         return []
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and with_tensors:
         return [functools.partial(_write_back, value, value.detach().clone())]
     if not isinstance(value, (dict, *_SEQUENCES)):
         return []
     found: list[Callable[[], None]] = []
     if not isinstance(value, tuple):
-        fill = value.extend if isinstance(value, (list, deque)) else value.update
-        items = dict(value) if isinstance(value, dict) else list(value)
-        found.append(functools.partial(_fill_back, value, fill, items))
+        found.append(functools.partial(refill, value, parts_of(value)))
     for item in value.values() if isinstance(value, dict) else value:
-        found += _restorations(item, shared)
+        found += _restorations(item, shared, with_tensors=with_tensors)
     return found
-
-
-def _fill_back(container: Any, fill: Callable[[Any], None], items: Any) -> None:
-    container.clear()
-    fill(items)
 
 
 def _write_back(tensor: Tensor, before: Tensor) -> None:
@@ -281,3 +247,103 @@ def _write_back(tensor: Tensor, before: Tensor) -> None:
     if tensor.is_leaf and tensor.shape == before.shape:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.detach().copy_(before)
+
+
+# What is no tensor, and has none.
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+class Postponed:
+    """The update of one strategy that waits, if there is one. In a run, it is entered."""
+
+    def __init__(self) -> None:
+        # Whether an update may wait, which an elastic job decides.
+        self.is_on = False
+        self._update: Callable[[], None] | None = None
+        # Where the memory of what it reads or writes begins.
+        self._addresses: list[int] = []
+        self._keys: Any = None
+        # How many modes there were when the run began, and those that this has added.
+        self._num_modes = 0
+        self._modes: tuple[Any, Any] = _Calls(self), _Operators(self)
+        self._is_looking = False
+
+    def __enter__(self) -> None:
+        self._num_modes = num_function_modes()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._is_looking:
+            self._is_looking = False
+            for mode in reversed(self._modes):
+                mode.__exit__(None, None, None)
+        if kind is not None and not issubclass(kind, CommunicationError):
+            # The step has failed after it.
+            self.make()
+
+    def can_wait(self) -> bool:
+        has_no_modes = num_function_modes() == self._num_modes and num_dispatch_modes() == 0
+        return self.is_on and not self._is_looking and has_no_modes
+
+    def put_off(self, update: Callable[[], None], addresses: list[int]) -> None:
+        """Lets an update wait until the run is complete, or something could notice."""
+        self._addresses = addresses
+        self._update = update
+        self._keys = dispatch_keys()
+        for mode in self._modes:
+            mode.__enter__()
+        self._is_looking = True
+
+    def look_at(self, structure: Any) -> None:
+        if self._update is not None and self._is_seen_in(structure):
+            self.make()
+
+    def _is_seen_in(self, value: Any) -> bool:
+        """Whether a value may show what the update reads or writes."""
+        if isinstance(value, Tensor):
+            try:
+                storage = value.untyped_storage()
+                start = storage.data_ptr()
+            except (RuntimeError, NotImplementedError):
+                # It has no memory. Operators see the tensors that it consists of.
+                return False
+            stop = start + storage.nbytes()
+            return any(start <= address < stop for address in self._addresses)
+        kind = type(value)
+        if kind in _PLAIN:
+            return False
+        if kind is tuple or kind is list:
+            return any(map(self._is_seen_in, value))
+        tensors = (one for one in pytree.tree_leaves(value) if isinstance(one, Tensor))
+        return any(map(self._is_seen_in, tensors))
+
+    def make(self) -> None:
+        update, self._update = self._update, None
+        if update is not None:
+            with with_dispatch_keys(*self._keys):
+                update()
+
+    def forget(self) -> None:
+        """The run is undone."""
+        self._update = None
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the calls of torch before autograd does."""
+
+    def __init__(self, postponed: Postponed) -> None:
+        super().__init__()
+        self._postponed = postponed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._postponed.look_at((args, kwargs or None))
+        return func(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    """Sees operators that no call of torch in Python has started."""
+
+    def __init__(self, postponed: Postponed) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._postponed = postponed
+
+    __torch_dispatch__ = _Calls.__torch_function__

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.torch_private import copy_each
@@ -52,7 +51,6 @@ class Flat:
         return flat[start : start + primary.numel()].view(primary.shape).data
 
     def give(self) -> None:
-        """Gives the replicas the values of the primaries, however they were written."""
         torch.cat(self._sources, out=self.whole)
         for part in self.parts:
             part.copy_(self.whole)
@@ -65,7 +63,6 @@ class Flat:
         return not all(torch.equal(part.view(kind), given) for part in self.parts)
 
     def write(self) -> None:
-        """Gives the primaries what they have become."""
         copy_each(self._targets, self._results)
 
 
@@ -111,7 +108,6 @@ class LooseBuffer:
         return by_others or not all(torch.equal(p.cpu(), self.primary.cpu()) for p in self.parts)
 
     def bring_together(self, weights: Sequence[float], workers: Workers) -> None:
-        """Gives the primary what the replicas have together."""
         combined = combined_of(self.parts, weights, workers)
         with torch.inference_mode(mode=self.primary.is_inference()):
             if self.primary.shape != combined.shape:
@@ -120,17 +116,13 @@ class LooseBuffer:
 
 
 class Written(NamedTuple):
-    """What replicas have written to their buffers.
+    """What replicas have written to their buffers."""
 
-    Attributes:
-        replaced: Buffers of replicas, and like tensors that replicas have put in their place.
-        others: Those that became something else, by the place of their module, and their name.
-        loose: The large ones that were written to.
-        are_flats: Whether a small one was.
-    """
-
+    # Buffers of replicas, and like tensors that replicas have put in their place.
     replaced: list[tuple[Tensor, Tensor]]
+    # Those that became something else, by the place of their module, and their name.
     others: list[tuple[int, str]]
+    # The large ones that were written to, and whether a small one was.
     loose: list[LooseBuffer]
     are_flats: bool
 
@@ -178,15 +170,20 @@ def _means(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the mean of each vector over samples, in float64, and `chosen` of the chief."""
     home = parts[0][0].device if parts[0] else torch.device("cpu")
-    place = home if workers.communicator.takes(home) else torch.device("cpu")
+    place = home if workers.takes(home) else torch.device("cpu")
     packs = []
     for i, (own, weight) in enumerate(zip(parts, weights, strict=True)):
         # Not made of a Python list, for which a GPU would be waited for.
         ones = torch.full((1,), weight, dtype=_WIDE, device=place)
-        is_first = i == 0 and workers.communicator.rank == 0
+        is_first = i == 0 and workers.rank == 0
         given = [(part, weight) for part in own] + [(one, float(is_first)) for one in chosen]
-        packs.append(torch.cat([ones, *(_weighed(one.to(place), share) for one, share in given)]))
-    total = _combined(ReduceOp.SUM, packs, workers)
+        # What does not count may be anything, also infinite.
+        weighed = (
+            one if share == 1 else one.to(_WIDE) * share if share else torch.zeros_like(one)
+            for one, share in ((one.to(place), share) for one, share in given)
+        )
+        packs.append(torch.cat([ones, *weighed]))
+    total = workers.combine(ReduceOp.SUM, packs)
     sizes = [one.numel() for one in (*parts[0], *chosen)]
     sums = total[1:].split(sizes) if sizes else ()
     means = [one / total[0] for one in sums[: len(parts[0])]]
@@ -195,13 +192,6 @@ def _means(
             vectors = [own[i].to(place) for own in parts]
             means[i] = _exact(mean, vectors, weights, workers)
     return means, list(sums[len(means) :])
-
-
-def _weighed(vector: Tensor, weight: float) -> Tensor:
-    if weight == 1:
-        return vector
-    # What does not count may be anything, also infinite.
-    return vector.to(_WIDE) * weight if weight else torch.zeros_like(vector)
 
 
 def _exact(
@@ -214,14 +204,5 @@ def _exact(
             vector if weight else torch.full_like(vector, neutral)
             for vector, weight in zip(vectors, weights, strict=True)
         ]
-        ends.append(_combined(op, given, workers))
+        ends.append(workers.combine(op, given))
     return torch.where(ends[0] == ends[1], ends[0], mean)
-
-
-def _combined(op: ReduceOp, packs: Sequence[Tensor], workers: Workers) -> Tensor:
-    """Combines a vector per replica over the replicas of all workers, in the order of all sums."""
-    shape = workers.layout(len(packs)).terms
-    terms = [reduce_batch(op, [tuple(packs[own])], [1])[0][0] for own in shape.own]
-    if workers.are_many:
-        shape.all_reduce(workers.communicator, op, terms)
-    return terms[0]

@@ -23,7 +23,7 @@ from unisono.torch_private import no_torch_function
 from unisono.variables.attributes import Contents, are_same
 from unisono.variables.front import plain_class
 from unisono.variables.leaves import Leaves, with_own_gradients
-from unisono.variables.optimizer_tables import Groups, groups_of, state_of, tables_in, tensors_in
+from unisono.variables.owners import Groups, groups_of, state_of, tables_in, tensors_in
 
 if TYPE_CHECKING:
     from unisono.reductions import Workers
@@ -42,30 +42,26 @@ _ours: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
 _LEAST_BYTES = 2 << 20
 
 
-def update_as(cls: Any, optimizer: Any) -> None:
-    """Makes the update of an optimizer that `is_plain`, without what replicas see of it."""
-    same: Any = object.__new__(cls)
-    same.__dict__ = vars(optimizer)
-    cls.step(same)
+def update_plainly(optimizer: Any, cls: Any, context: ReplicaContext, num_bytes: int) -> None:
+    """Makes an update that `is_plain`, without what replicas see of the optimizer.
 
-
-def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext, num_bytes: int) -> bool:
-    """Lets every replica, all of which wait, make its share of an update that `is_plain`.
-
-    `num_bytes` is the size of all parameters.
+    Every replica, all of which wait, makes its share if that is worth it. `num_bytes` is the size
+    of all parameters.
     """
-    if num_bytes < _LEAST_BYTES or context.num_local_replicas == 1:
-        return False
-    shares = _shares(optimizer, context.num_local_replicas)
+    are_few = num_bytes < _LEAST_BYTES or context.num_local_replicas == 1
+    shares = None if are_few else _shares(optimizer, context.num_local_replicas)
     if shares is None:
-        return False
+        same: Any = object.__new__(cls)
+        same.__dict__ = vars(optimizer)
+        cls.step(same)
+        return
 
-    def update(groups: list[dict[str, Any]], _: object = None) -> None:
+    def update(groups: Groups, _: object = None) -> None:
         part: Any = object.__new__(cls)
         # The same state, of which each replica touches that of its own parameters only.
         part.__dict__.update(optimizer.__dict__, param_groups=groups)
         with entered(CrossReplicaContext(context.replicas)), no_torch_function():
-            cls.step(part)  # type: ignore[attr-defined]
+            cls.step(part)
 
     calls = [functools.partial(update, own) for own in shares]
     recorder = context.meeting.recorder
@@ -73,10 +69,9 @@ def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext, num_byt
         recorder.call_each(calls)
     else:
         context.meeting.call_waiting(calls)
-    return True
 
 
-def _shares(optimizer: Any, num_replicas: int) -> list[list[dict[str, Any]]] | None:
+def _shares(optimizer: Any, num_replicas: int) -> list[Groups] | None:
     """Divides the parameters so that all replicas write about the same number of bytes."""
     sizes: list[tuple[int, Tensor, int]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -96,13 +91,8 @@ def _shares(optimizer: Any, num_replicas: int) -> list[list[dict[str, Any]]] | N
     # The longest share decides when all are done.
     if 4 * max(loads) > 3 * sum(loads):
         return None
-    return [
-        [
-            {**group, "params": params}
-            for group, params in zip(optimizer.param_groups, own, strict=True)
-        ]
-        for own in dealt
-    ]
+    pairs = (zip(optimizer.param_groups, own, strict=True) for own in dealt)
+    return [[{**group, "params": params} for group, params in own] for own in pairs]
 
 
 def watch_updates(
@@ -170,8 +160,8 @@ class Settings:
         return next((one[0] for one, other in pairs if one != other), "")
 
     def are_current(self) -> bool:
-        """Whether they are still the same."""
-        if are_same(_tables(self.optimizer), self._held) and self._contents.are_same():
+        tables = groups_of(self.optimizer), state_of(self.optimizer)
+        if are_same(tables, self._held) and self._contents.are_same():
             # The very same objects, which is quickly seen.
             return True
         constants, tensors = _read(self.optimizer)
@@ -185,21 +175,10 @@ class Settings:
         return is_same
 
     def _note(self) -> None:
-        self._held = groups, state = _tables(self.optimizer)
-        self._contents.note(
-            [
-                groups,
-                *(group["params"] for group in groups),
-                *groups,
-                state,
-                *tables_in(state),
-                *_tables_of_hooks(self.optimizer),
-            ]
-        )
-
-
-def _tables(optimizer: Any) -> tuple[Groups, dict[Tensor, dict[str, Any]]]:
-    return groups_of(optimizer), state_of(optimizer)
+        self._held = groups, state = groups_of(self.optimizer), state_of(self.optimizer)
+        lists = (group["params"] for group in groups)
+        hooks = _tables_of_hooks(self.optimizer)
+        self._contents.note([groups, *lists, *groups, state, *tables_in(state), *hooks])
 
 
 def _read(optimizer: Any) -> tuple[list[Any], list[Tensor]]:
@@ -224,7 +203,6 @@ class GroupCopies:
         self._copies: dict[int, tuple[Any, dict[int, Groups]]] = {}
 
     def seen(self, optimizer: Any, groups: Groups, context: ReplicaContext) -> Groups:
-        """Returns what a replica sees of the groups of an optimizer."""
         _, copies = self._copies.setdefault(id(optimizer), (optimizer, {}))
         if context.local_id not in copies:
             copies[context.local_id] = [_copied(group) for group in groups]
@@ -236,7 +214,14 @@ class GroupCopies:
             groups: Groups = vars(optimizer)["param_groups"]
             changes = [_changes(optimizer, groups, copies.get(i)) for i in range(num_replicas)]
             if any(changes):
-                self._check(optimizer, changes)
+                for number, key in dict.fromkeys(place for own in changes for place in own):
+                    values = [own.get((number, key), "as it was") for own in changes]
+                    if listed := _differing(values, self._workers):
+                        raise ReplicaMismatchError(
+                            f"The replicas set `param_groups[{number}][{key!r}]` of "
+                            f"{type(optimizer).__name__} to different values: {listed}. Set the "
+                            "same value on all replicas, or set it once with `unisono.once(fn)`."
+                        )
                 if recorder is not None:
                     recorder.refuse(sets_groups(optimizer, next(iter(changes[0]))[1]))
                 for (number, key), value in changes[0].items():
@@ -260,18 +245,7 @@ class GroupCopies:
                 own += [_copied(group) for group in groups[len(own) :]]
 
     def forget(self) -> None:
-        """When the run has ended."""
         self._copies.clear()
-
-    def _check(self, optimizer: Any, changes: list[dict[tuple[int, str], Any]]) -> None:
-        for number, key in dict.fromkeys(place for own in changes for place in own):
-            values = [own.get((number, key), "as it was") for own in changes]
-            if listed := _differing(values, self._workers):
-                raise ReplicaMismatchError(
-                    f"The replicas set `param_groups[{number}][{key!r}]` of "
-                    f"{type(optimizer).__name__} to different values: {listed}. Set the same value "
-                    "on all replicas, or set it once with `unisono.once(fn)`."
-                )
 
 
 def sets_groups(optimizer: Any, key: str) -> str:
@@ -296,21 +270,14 @@ def check_same(what: str, given: Sequence[Sequence[Any]], workers: Workers) -> N
 
 def _differing(values: list[Any], workers: Workers) -> str:
     """Lists what the replicas of this worker have, or all workers; nothing if it is the same."""
-    values = values + _of_other_workers(workers, values[0])
+    if workers.are_many and isinstance(values[0], (int, float, Tensor)):
+        own = torch.as_tensor(values[0], dtype=torch.float64, device="cpu").detach().reshape(-1)
+        gathered = workers.gather(own)
+        if not all(_is_same(one, own) for one in gathered):
+            values = [*values, *(one.tolist() for one in gathered)]
     if all(_is_same(value, values[0]) for value in values[1:]):
         return ""
     return ", ".join(str(one.tolist() if isinstance(one, Tensor) else one) for one in values)
-
-
-def _of_other_workers(workers: Workers, value: Any) -> list[Any]:
-    """Returns what a number is on all workers, if they do not agree."""
-    if not workers.are_many or not isinstance(value, (int, float, Tensor)):
-        return []
-    own = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().reshape(-1)
-    gathered = workers.gather(own)
-    if all(_is_same(one, own) for one in gathered):
-        return []
-    return [one.tolist() for one in gathered]
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:

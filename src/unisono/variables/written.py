@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,9 +20,9 @@ from unisono.contexts import CrossReplicaContext, ReplicaContext, current_contex
 from unisono.errors import ContextError
 from unisono.sharing import LiveSet, computed_once, in_place_of
 from unisono.torch_private import data_of_tensors
-from unisono.values import version_of
 from unisono.variables.attributes import TABLES_OF_OWN, Contents, raw
-from unisono.variables.leaves import Leaves, fit_for_training, spread
+from unisono.variables.leaves import Leaves, fit_for_training, needs_grad, spread
+from unisono.variables.owners import StateNote
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
@@ -35,31 +36,39 @@ _watches: LiveSet[Watch] = LiveSet()
 _spread_watches: LiveSet[Watch] = LiveSet()
 
 
+class _Attribute(str):
+    """What a tensor is called that a module has as a plain attribute."""
+
+
 class Watch:
-    """Sees whether the parameters of one strategy were written to."""
+    """Sees what the replicas of one strategy write to what they share, or set for themselves."""
 
     def __init__(self, mirrors: Mirrors) -> None:
         self.mirrors = weakref.ref(mirrors)
         self._generation = -1
-        # One tensor for each parameter and memory, whose it is or, for a copy, what it is called,
-        # and how often it was written to.
+        # Parameters in each memory, their copies and attributes of modules; whose each is, or what
+        # it is called; and how often each was written to.
         self._tensors: list[Tensor] = []
         self._owners: list[Leaves | str] = []
         self._versions: list[int] = []
-        # Whether a parameter is in several memories.
-        self._is_spread = False
+        self._attributes: object = None
         # Copies of the parameters that belong to no strategy, so that all replicas share them.
         self._copies: list[tuple[weakref.ref[Tensor], str]] = []
         # Any thread may copy a parameter.
         self._lock = threading.Lock()
-        self._plain = PlainTensors()
+        # By the identity of an optimizer, the state that replicas have looked at in this run.
+        self.states: dict[int, StateNote] = {}
+        # The tables of parameters and submodules of clones. What a replica sets there it has alone:
+        # no other replica, no optimizer and no checkpoint would know of it.
+        self._parts = Contents()
         _watches.add(self)
 
     def stamp(self) -> None:
-        """From now on, what is written to the parameters is written by replicas."""
+        """From now on, what is written is written by replicas."""
         mirrors = self.mirrors()
         assert mirrors is not None
-        if self._generation != mirrors.generation:
+        attributes = mirrors.attributes.tensors
+        if self._generation != mirrors.generation or self._attributes is not attributes:
             watched = [
                 (one, tensor)
                 for one in mirrors.all_leaves
@@ -68,32 +77,36 @@ class Watch:
             ]
             self._owners = [one for one, _ in watched]
             self._tensors = [tensor for _, tensor in watched]
-            self._is_spread = any(one.is_spread for one, _ in watched)
-            if self._is_spread:
+            if mirrors.is_spread:
                 _spread_watches.add(self)
             # Last, because Ctrl-C may come between. A copy that is added meanwhile has to be seen.
             with self._lock:
                 self._add_copies()
+                if len(mirrors.places) > 1:
+                    self._add((tensor, _Attribute(name)) for tensor, name in attributes.values())
                 self._generation = mirrors.generation
+            self._attributes = attributes
         self._versions = [tensor._version for tensor in self._tensors]
-        self._plain.note(mirrors)
 
     def check(self) -> None:
-        """Raises if a replica has written to a parameter."""
+        """Raises if a replica has written to something that all share."""
         versions = [tensor._version for tensor in self._tensors]
         if versions != self._versions:
             changes = zip(self._owners, versions, self._versions, strict=True)
             self._refuse([owner for owner, new, old in changes if new != old])
-        self._plain.check()
+        for state in self.states.values():
+            state.check()
 
     def settle(self) -> None:
         """After something was done for all replicas: every memory gets what it has written."""
-        self._plain.note_again()
-        if self._is_spread:
+        mirrors = self.mirrors()
+        assert mirrors is not None
+        if mirrors.is_spread:
             # An optimizer has copied what it wrote already.
             owners = (one for one in self._owners if isinstance(one, Leaves))
             spread([one for one in dict.fromkeys(owners) if one.is_behind()])
         self._versions = [tensor._version for tensor in self._tensors]
+        self.states = {}
 
     def add_copy(self, parameter: nn.Parameter, copy: Tensor) -> None:
         """Watches a copy of a parameter, if that is one of this strategy."""
@@ -106,18 +119,28 @@ class Watch:
 
     def _add_copies(self) -> None:
         self._copies = [(copy, name) for copy, name in self._copies if copy() is not None]
+        self._add((one, name) for copy, name in self._copies if (one := copy()) is not None)
+
+    def _add(self, named: Iterable[tuple[Tensor, str]]) -> None:
         known = set(map(id, self._tensors))
-        for copy, name in self._copies:
-            tensor = copy()
-            if tensor is not None and id(tensor) not in known:
+        for tensor, name in named:
+            if id(tensor) not in known and not tensor.is_inference():
                 self._tensors.append(tensor)
                 self._owners.append(name)
 
     def _refuse(self, written: list[Leaves | str]) -> NoReturn:
         mirrors = self.mirrors()
         assert mirrors is not None
-        found = (one if isinstance(one, str) else mirrors.name_of(one.primary) for one in written)
+        weights = (one for one in written if not isinstance(one, _Attribute))
+        found = (one if isinstance(one, str) else mirrors.name_of(one.primary) for one in weights)
         names = list(dict.fromkeys(found))
+        if not names:
+            raise ContextError(
+                f"A step wrote to the tensor in the attribute {written[0]}. All replicas share it, "
+                "and each has written, so its values are wrong now. Make it a buffer "
+                "(`register_buffer()`), assign a new tensor (`self.sum = self.sum + x`), or "
+                "write once for all replicas with `unisono.once`."
+            )
         others = len(names) - 1
         more = f" and {others} more parameter{'s'[: others - 1]}" if others else ""
         raise ContextError(
@@ -125,32 +148,48 @@ class Watch:
             f"now: load them from a checkpoint. {_REMEDY}"
         )
 
+    def note_parts(self, clones: Iterable[nn.Module]) -> None:
+        self._parts.note([raw(clone)[table] for clone in clones for table in TABLES_OF_OWN])
 
-class PlainTensors:
-    """The tensors that modules have as plain attributes, and how often each was written to."""
-
-    def __init__(self) -> None:
-        self._noted: list[tuple[Tensor, int, str]] = []
-
-    def note(self, mirrors: Mirrors) -> None:
-        """From now on, what is written to them is written by replicas."""
-        held = mirrors.attributes.tensors.values() if len(mirrors.places) > 1 else ()
-        self._noted = [(tensor, version_of(tensor), name) for tensor, name in held]
-
-    def note_again(self) -> None:
-        """After something was done for all replicas."""
-        self._noted = [(tensor, version_of(tensor), name) for tensor, _, name in self._noted]
-
-    def check(self) -> None:
-        """Raises if a replica has written to one of them."""
-        for tensor, version, name in self._noted:
-            if version_of(tensor) != version:
+    def check_parts(self) -> None:
+        """After a run: refuses what was set in it, and takes over `requires_grad`."""
+        mirrors = self.mirrors()
+        assert mirrors is not None
+        if not self._parts.are_same():
+            mirrors.is_stale = True
+            raise ContextError(
+                f"{_changed_part(mirrors)} was set on a replica, so it would be neither reduced "
+                "nor saved. Set it outside `run`; if the first call makes layers, call the model "
+                "once before `run`."
+            )
+        for one in mirrors.all_leaves:
+            found = list(map(needs_grad, one.leaves))
+            if found.count(one.primary.requires_grad) == len(found):
+                continue
+            mirrors.is_stale = True
+            if len(set(found)) > 1:
+                for leaf in one.leaves:
+                    leaf.requires_grad_(one.primary.requires_grad)
                 raise ContextError(
-                    f"A step wrote to the tensor in the attribute {name}. All replicas share it, "
-                    "and each has written, so its values are wrong now. Make it a buffer "
-                    "(`register_buffer()`), assign a new tensor (`self.sum = self.sum + x`), or "
-                    "write once for all replicas with `unisono.once`."
+                    f"The parameter {mirrors.name_of(one.primary)} is trained on some replicas and "
+                    "frozen on others after a step. Call `requires_grad_()` on all replicas, or "
+                    "outside `run`."
                 )
+            with fit_for_training():
+                one.primary.requires_grad_(found[0])
+
+
+def _changed_part(mirrors: Mirrors) -> str:
+    """Names the first parameter or submodule of a clone that is another than it was."""
+    for i in range(len(mirrors.places)):
+        for module, clone in mirrors.clones_of([i]):
+            for table in TABLES_OF_OWN:
+                found, before = raw(clone)[table], raw(module)[table]
+                for name in [*found, *before]:
+                    is_given = found.get(name) is mirrors.stand_in(before.get(name), i)
+                    if not is_given or (name in found) != (name in before):
+                        return f"`{type(clone).__name__}.{name}`"
+    return "A parameter or submodule"
 
 
 @computed_once
@@ -223,65 +262,3 @@ def _place_of(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.layout is not torch.strided:
         return *place, id(tensor)
     return *place, tensor.data_ptr(), tensor.stride()
-
-
-class Parts:
-    """The parameters and submodules of the clones of one strategy.
-
-    A replica that sets one in a step has it alone: no other replica, no optimizer and no checkpoint
-    would know of it.
-    """
-
-    def __init__(self, mirrors: Mirrors) -> None:
-        self._mirrors = mirrors
-        self._given = Contents()
-
-    def note(self) -> None:
-        """Notes what the clones were given."""
-        replica_ids = range(len(self._mirrors.places))
-        clones = [clone for _, clone in self._mirrors.clones_of(replica_ids)]
-        self._given.note([raw(clone)[table] for clone in clones for table in TABLES_OF_OWN])
-
-    def check(self) -> None:
-        """After a run: refuses what was set in it, and takes over `requires_grad`."""
-        if not self._given.are_same():
-            self._mirrors.is_stale = True
-            raise ContextError(
-                f"{self._changed()} was set on a replica, so it would be neither reduced nor "
-                "saved. Set it outside `run`; if the first call makes layers, call the model once "
-                "before `run`."
-            )
-        for one in self._mirrors.all_leaves:
-            needs = one.primary.requires_grad
-            for leaf in one.leaves:
-                if leaf.requires_grad is not needs:
-                    break
-            else:
-                continue
-            found = {leaf.requires_grad for leaf in one.leaves}
-            wanted = one.leaves[0].requires_grad
-            if len(found) > 1:
-                self._mirrors.is_stale = True
-                for leaf in one.leaves:
-                    leaf.requires_grad_(one.primary.requires_grad)
-                raise ContextError(
-                    f"The parameter {self._mirrors.name_of(one.primary)} is trained on some "
-                    "replicas and frozen on others after a step. Call `requires_grad_()` on all "
-                    "replicas, or outside `run`."
-                )
-            with fit_for_training():
-                one.primary.requires_grad_(wanted)
-            self._mirrors.is_stale = True
-
-    def _changed(self) -> str:
-        """Names the first parameter or submodule that is another than it was."""
-        mirrors = self._mirrors
-        for i in range(len(mirrors.places)):
-            for module, clone in mirrors.clones_of([i]):
-                for table in TABLES_OF_OWN:
-                    found, before = raw(clone)[table], raw(module)[table]
-                    for name in [*found, *before]:
-                        is_given = found.get(name) is mirrors.stand_in(before.get(name), i)
-                        if not is_given or (name in found) != (name in before):
-                            return f"`{type(clone).__name__}.{name}`"
-        return "A parameter or submodule"

@@ -17,10 +17,9 @@ import torch
 from torch import distributed
 from torch.cuda import nccl
 
-from unisono.communicators import Layout
 from unisono.communicators.choice import choose
+from unisono.communicators.hosts import Layout
 from unisono.costs import BYTES_PER_PACK, Tuning, current_tuning, tuning_path
-from unisono.costs.tuning import TUNING
 from unisono.devices import (
     Device,
     Groups,
@@ -35,6 +34,7 @@ from unisono.errors import DeviceError, TuningError
 from unisono.kernels import native_core, triton_status
 from unisono.options import CommunicationImplementation
 from unisono.reductions import choose_cross_device_ops
+from unisono.system import TUNING
 from unisono.tracing.lock_waits import has_lock
 from unisono_tools.tables import spell_seconds
 

@@ -16,9 +16,10 @@ import click
 
 from unisono.cluster import Membership, detect, open_store
 from unisono.costs import Link, Tuning, read_tuning, tuning_path
-from unisono.costs.tuning import LINKS, TUNING, this_machine_in_words
+from unisono.costs.tuning import LINKS, this_machine_in_words
 from unisono.errors import TuningError, UnisonoError
 from unisono.kernels import native_core
+from unisono.system import TUNING
 from unisono_tools.tables import (
     LINK_NAMES,
     change_in_words,

@@ -15,7 +15,7 @@ from unisono.checkpoints.agreement import Agreement, Notice, TerminationConfig
 from unisono.communicators import TracedCommunicator
 from unisono.communicators.job_store import local_store
 from unisono.errors import CommunicationError
-from unisono.reductions import Workers
+from unisono.workers import ConnectedWorkers
 
 DEADLINE_SECONDS = 60.0
 
@@ -24,7 +24,7 @@ def on_agreements(size: int, target: Callable[[int, Agreement, threading.Event],
     """Calls `target` for each rank, with an event that tells this rank to stop once it is set."""
     store = local_store()
 
-    def call(workers: Workers) -> int:
+    def call(workers: ConnectedWorkers) -> int:
         one = workers.communicator
         told = threading.Event()
         notice = Notice(TerminationConfig(termination_watcher_fn=told.is_set))
@@ -112,7 +112,7 @@ def test_an_error_of_the_chief_is_raised_by_all(monkeypatch: pytest.MonkeyPatch)
     def write() -> None:
         raise OSError("the disk is full")
 
-    def save(workers: Workers) -> str:
+    def save(workers: ConnectedWorkers) -> str:
         local.workers = workers
         try:
             checkpoint.save_together(lambda _: write, "save one.pt")

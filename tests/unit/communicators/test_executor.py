@@ -114,7 +114,7 @@ def sent_by(store: Store, rank: int, size: int) -> list[tuple[int, int]]:
     """The messages and bytes that a rank really sends in an all-reduce, by size of the tensor."""
     found = []
     with NetworkCommunicator(store, rank, size, backend="tcp", timeout_seconds=60) as communicator:
-        transport: Any = communicator._link._transport
+        transport: Any = communicator._link.transport
         sent: list[int] = []
         send = transport.send
 

@@ -45,7 +45,8 @@ def replicas(
 
 def recordings(strategy: uo.Strategy) -> list[Any]:
     """Returns the recordings that a strategy has."""
-    functions = strategy.extended._captures._functions.values()
+    captures = strategy.extended._captures
+    functions = () if captures is None else captures._functions.values()
     steps = [step for one in functions for step in one._steps.values()]
     return [capture.recording for step in steps for capture in step.captures]
 

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,30 @@ def test_a_variable_of_the_program_is_a_part_of_the_signature(kind: str) -> None
             factor = wanted
             for _ in range(5):
                 assert strategy.run(step, args=(x,)).values[1].tolist() == [wanted] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_middle_of_a_step_finds_the_modules_of_the_program(kind: str) -> None:
+    # Python makes another object for such a number of attributes every time.
+    options = SimpleNamespace(**{f"option_{i}": 2.0 for i in range(300)})
+    calls: list[float] = []
+    with replicas(kind, 2) as strategy:
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+
+        @uo.function(strict=True)
+        def step(x: Tensor) -> Tensor:
+            y: Tensor = model(x) * options.option_3
+            uo.once(calls.append, 1.0)
+            return y.detach()
+
+        x = uo.PerReplica([torch.ones(2, 2, device=kind)] * 2)
+        for is_training in (True, False, True, False):
+            model.train(is_training)
+            for _ in range(4):
+                strategy.run(step, args=(x,))
+        assert len(calls) == 16
+        assert len(recordings(strategy)) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

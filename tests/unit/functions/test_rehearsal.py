@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as module_of_torch
+from torch.utils.hooks import RemovableHandle
 
 import unisono as uo
 from unisono.functions.rehearsal import outsiders
@@ -103,3 +106,14 @@ def test_functions_made_in_a_loop_have_one_line_in_the_log(
             strategy.run(often, args=(torch.ones(1),))
         assert len(recordings(strategy)) == 1
     assert len(caplog.records) == 1
+
+
+def test_a_rehearsal_leaves_the_hooks_of_torch_alone() -> None:
+    """Other threads may be going through them, which need not wait for a lock."""
+    strategy = uo.OneDeviceStrategy("cpu:0")
+    number, reasons = RemovableHandle.next_id, list[str]()
+    with outsiders(strategy.extended.mirrors, reasons.append):
+        assert not module_of_torch._global_forward_pre_hooks
+    assert RemovableHandle.next_id == number
+    assert sys.getprofile() is None
+    strategy.close()

@@ -15,7 +15,7 @@ from unisono.errors import UnsupportedError
 from unisono.hooks import Compress, GradBucket, WorkersGroup
 from unisono.kernels import tree_reduce
 from unisono.options import ReduceOp
-from unisono.reductions import Workers
+from unisono.workers import ConnectedWorkers
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 each_feedback = pytest.mark.parametrize("error_feedback", [False, True])
@@ -34,7 +34,7 @@ def reduced(
 ) -> list[list[Tensor]]:
     """What each worker gets in each step, if it has the same gradients every time."""
 
-    def reduce(workers: Workers) -> list[Tensor]:
+    def reduce(workers: ConnectedWorkers) -> list[Tensor]:
         rank = workers.communicator.rank
         group = WorkersGroup(workers.communicator)
         buckets = [bucket_of(gradients[rank].clone()) for _ in range(num_steps)]
@@ -93,7 +93,7 @@ class Counting(ThreadCommunicator):
 def test_what_crosses_is_half_as_large(
     gradients: torch.dtype, part: int, dtype: torch.dtype, error_feedback: bool
 ) -> None:
-    def count(workers: Workers) -> tuple[int, int]:
+    def count(workers: ConnectedWorkers) -> tuple[int, int]:
         plain, compressed = Counting(workers.communicator), Counting(workers.communicator)
         hook = Compress(dtype, error_feedback=error_feedback)
         for _ in range(2):

@@ -11,7 +11,7 @@ from worker_threads import on_workers
 
 from unisono.errors import UnsupportedError
 from unisono.hooks import WorkersGroup
-from unisono.reductions import Workers
+from unisono.workers import ConnectedWorkers
 
 each_size = pytest.mark.parametrize("size", [1, 2, 3])
 OPS = distributed.ReduceOp
@@ -33,7 +33,7 @@ OPS = distributed.ReduceOp
 def test_torch_reduces_over_the_workers(
     size: int, shape: tuple[int, ...], op: Any, expected: Any
 ) -> None:
-    def reduce(workers: Workers) -> list[Tensor]:
+    def reduce(workers: ConnectedWorkers) -> list[Tensor]:
         group = WorkersGroup(workers.communicator)
         given = [torch.full(shape, group.rank() + 2.0) for _ in range(2)]
         distributed.all_reduce(given[0], op, group)
@@ -49,7 +49,7 @@ def test_torch_reduces_over_the_workers(
 
 @each_size
 def test_torch_gathers_over_the_workers(size: int) -> None:
-    def gather(workers: Workers) -> list[Tensor]:
+    def gather(workers: ConnectedWorkers) -> list[Tensor]:
         group = WorkersGroup(workers.communicator)
         rooms = [torch.empty(2) for _ in range(group.size())]
         for _ in range(2):
@@ -61,7 +61,7 @@ def test_torch_gathers_over_the_workers(size: int) -> None:
 
 
 def test_a_tensor_of_any_strides_is_reduced_in_place() -> None:
-    def reduce(workers: Workers) -> Tensor:
+    def reduce(workers: ConnectedWorkers) -> Tensor:
         columns = torch.arange(6.0).view(2, 3)
         WorkersGroup(workers.communicator).allreduce(columns.t())
         return columns
@@ -71,7 +71,7 @@ def test_a_tensor_of_any_strides_is_reduced_in_place() -> None:
 
 
 def test_torch_broadcasts_and_scatters_sums_over_the_workers() -> None:
-    def work(workers: Workers) -> list[list[float]]:
+    def work(workers: ConnectedWorkers) -> list[list[float]]:
         group = WorkersGroup(workers.communicator)
         given = torch.arange(4.0) + group.rank()
         part = torch.empty(2)
@@ -84,7 +84,7 @@ def test_torch_broadcasts_and_scatters_sums_over_the_workers() -> None:
 
 
 def test_a_collective_that_workers_do_not_know_is_refused() -> None:
-    def gather(workers: Workers) -> None:
+    def gather(workers: ConnectedWorkers) -> None:
         group = WorkersGroup(workers.communicator)
         group.gather([[torch.ones(3)]], [torch.ones(3)])
 
@@ -93,7 +93,7 @@ def test_a_collective_that_workers_do_not_know_is_refused() -> None:
 
 
 def test_an_operation_that_workers_do_not_know_is_refused() -> None:
-    def reduce(workers: Workers) -> None:
+    def reduce(workers: ConnectedWorkers) -> None:
         group = WorkersGroup(workers.communicator)
         distributed.all_reduce(torch.ones(1, dtype=torch.int64), OPS.BAND, group)
 

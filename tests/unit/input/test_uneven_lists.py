@@ -11,14 +11,14 @@ from worker_threads import on_strategies, on_workers
 import unisono as uo
 from unisono.devices import cpu_slots
 from unisono.input import DistributedDatasetsFromFunction, InputContext
-from unisono.reductions import Workers
 from unisono.values import select_replica
+from unisono.workers import ConnectedWorkers
 
 
 def parts_by_rank(*batches: Any, split: str) -> list[list[Any]]:
     """What the only replica of each worker gets, step by step."""
 
-    def read(workers: Workers) -> list[Any]:
+    def read(workers: ConnectedWorkers) -> list[Any]:
         rank, size = workers.communicator.rank, workers.communicator.size
         dataset = DistributedDatasetsFromFunction(
             lambda _: batches[rank],
@@ -57,7 +57,7 @@ def test_a_resumed_epoch_does_not_end_with_the_worker_that_has_only_empty_parts(
     options = uo.InputOptions(auto_shard_policy=uo.AutoShardPolicy.OFF, split="tensorflow")
 
     def read(strategy: uo.Strategy) -> list[Any]:
-        rank = strategy.extended.workers.communicator.rank
+        rank = strategy.extended.workers.rank
 
         def make() -> Any:
             samples: Any = list(range(sizes[rank]))

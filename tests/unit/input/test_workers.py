@@ -32,8 +32,8 @@ from unisono.input import (
     InputOptions,
     counts_of,
 )
-from unisono.reductions import Workers
 from unisono.values import PerReplica, select_replica
+from unisono.workers import ConnectedWorkers
 from unit.input.parts import own_samples
 
 OFF, FILE, HINT = (
@@ -42,13 +42,16 @@ OFF, FILE, HINT = (
 )
 
 
-def context_of(workers: Workers, num_replicas: int = 1) -> InputContext:
+def context_of(workers: ConnectedWorkers, num_replicas: int = 1) -> InputContext:
     rank, size = workers.communicator.rank, workers.communicator.size
     return InputContext(size, rank, size * num_replicas)
 
 
 def distributed(
-    workers: Workers, source: Any, num_replicas: int = 1, options: InputOptions | None = None
+    workers: ConnectedWorkers,
+    source: Any,
+    num_replicas: int = 1,
+    options: InputOptions | None = None,
 ) -> DistributedDataset:
     return DistributedDataset(
         source,
@@ -61,10 +64,10 @@ def distributed(
 
 def by_rank(
     *sources: Any, num_replicas: int = 1, options: InputOptions | None = None
-) -> Callable[[Workers], DistributedDatasetsFromFunction]:
+) -> Callable[[ConnectedWorkers], DistributedDatasetsFromFunction]:
     """Makes a dataset of each worker from what a function gives it."""
 
-    def make(workers: Workers) -> DistributedDatasetsFromFunction:
+    def make(workers: ConnectedWorkers) -> DistributedDatasetsFromFunction:
         return DistributedDatasetsFromFunction(
             lambda context: sources[context.input_pipeline_id],
             context_of(workers, num_replicas),
@@ -156,7 +159,7 @@ def test_workers_that_read_the_same_draw_at_the_same_point_of_the_program(
                 self.threads.add(threading.get_ident())
                 yield torch.arange(4)
 
-    def draws_elsewhere(workers: Workers) -> bool:
+    def draws_elsewhere(workers: ConnectedWorkers) -> bool:
         source = Drawn()
         list(distributed(workers, source, options=options))
         return source.threads != {threading.get_ident()}
@@ -210,7 +213,7 @@ def test_a_loader_that_drops_its_rest_does_not_make_others_drop_theirs() -> None
 def test_batches_whose_leaves_disagree_on_the_samples_count_as_one_each() -> None:
     batch = (torch.zeros(6), torch.zeros(2))
 
-    def ask(workers: Workers) -> Any:
+    def ask(workers: ConnectedWorkers) -> Any:
         elements = by_rank([batch], [batch, batch])(workers)
         return [value.counts for element in elements for value in element]
 
@@ -233,7 +236,7 @@ def test_what_one_worker_cannot_read_is_raised_on_all_and_the_next_step_comes() 
                 raise StopIteration
             return torch.tensor([self.count])
 
-    def ask(workers: Workers) -> Any:
+    def ask(workers: ConnectedWorkers) -> Any:
         is_broken = workers.communicator.rank == 1
         iterator = iter(by_rank(batches(3, 1), Broken() if is_broken else [])(workers))
         first = next(iterator).values[0].tolist()
@@ -247,7 +250,7 @@ def test_what_one_worker_cannot_read_is_raised_on_all_and_the_next_step_comes() 
 
 
 def test_what_is_dealt_says_how_many_samples_all_workers_got() -> None:
-    def ask(workers: Workers) -> Any:
+    def ask(workers: ConnectedWorkers) -> Any:
         iterator = iter(distributed(workers, batches(13, 8), 2))
         return [(counts_of(element), iterator.last_counts) for element in iterator]
 
@@ -274,7 +277,7 @@ def test_batches_that_were_split_in_other_proportions_are_refused() -> None:
 
 
 def test_workers_take_over_the_random_generators_of_the_chief() -> None:
-    def ask(workers: Workers) -> Any:
+    def ask(workers: ConnectedWorkers) -> Any:
         own = torch.Generator().manual_seed(workers.communicator.rank)
         numbers: Any = range(20)
         loader = DataLoader(numbers, batch_size=4, shuffle=True, generator=own)
@@ -298,7 +301,7 @@ def test_data_that_all_read_alike_can_be_resumed_by_other_workers() -> None:
     state = iterator.state_dict()
     rest = [element.tolist() for element in iterator]
 
-    def ask(workers: Workers) -> Any:
+    def ask(workers: ConnectedWorkers) -> Any:
         dataset = distributed(workers, loader())
         dataset.load_state_dict(state)
         return lists(dataset)
@@ -321,17 +324,17 @@ def test_data_that_all_read_alike_can_be_resumed_by_other_workers() -> None:
 def test_a_state_of_other_readers_is_refused(
     then: tuple[int, str], now: tuple[int, str], problem: str
 ) -> None:
-    def make(workers: Workers, kind: str) -> Any:
+    def make(workers: ConnectedWorkers, kind: str) -> Any:
         if kind == "function":
             return by_rank(*[batches(4, 1)] * 3)(workers)
         return distributed(workers, batches(8, 2), 1, OFF if kind == "off" else None)
 
-    def save(workers: Workers) -> Any:
+    def save(workers: ConnectedWorkers) -> Any:
         iterator = iter(make(workers, then[1]))
         next(iterator)
         return iterator.state_dict()
 
-    def load(workers: Workers) -> None:
+    def load(workers: ConnectedWorkers) -> None:
         dataset = make(workers, now[1])
         dataset.load_state_dict(states[0])
         with pytest.raises(UnsupportedError, match=problem):
@@ -342,7 +345,7 @@ def test_a_state_of_other_readers_is_refused(
 
 
 def test_nobody_knows_how_long_data_of_all_workers_is() -> None:
-    def ask(workers: Workers) -> None:
+    def ask(workers: ConnectedWorkers) -> None:
         for dataset in (distributed(workers, batches(8, 2), 1, OFF), by_rank([], [])(workers)):
             with pytest.raises(TypeError, match="its own data"):
                 len(dataset)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from worker_threads import on_workers
 
-from unisono.communicators import IdentityCommunicator
 from unisono.errors import ReplicaMismatchError
 from unisono.reductions import ReplicaLayout, Workers, dealt
+from unisono.workers import ConnectedWorkers
+from unisono.workers.terms import tree_terms, whole_terms
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
@@ -24,25 +25,25 @@ def test_replicas_are_dealt_evenly_and_in_order(num_replicas: int, num_workers: 
 
 def test_a_worker_brings_all_its_replicas_once() -> None:
     for rank, own in enumerate([[slice(0, 2), slice(2, 3)], [slice(0, 1), slice(1, 3)]]):
-        assert ReplicaLayout((3, 3, 2), rank).terms.own == own
-        assert ReplicaLayout((3, 3, 2), rank).whole.own == [slice(0, 3)]
-    assert ReplicaLayout((3, 3), 1).terms.own == [slice(0, 1), slice(1, 2), slice(2, 3)]
-    assert ReplicaLayout((4, 4), 1).terms.own == [slice(0, 4)]
-    assert ReplicaLayout((2, 1), 1).terms.own == [slice(0, 1)]
+        assert tree_terms(ReplicaLayout((3, 3, 2), rank)).own == own
+        assert whole_terms(ReplicaLayout((3, 3, 2), rank)).own == [slice(0, 3)]
+    assert tree_terms(ReplicaLayout((3, 3), 1)).own == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert tree_terms(ReplicaLayout((4, 4), 1)).own == [slice(0, 4)]
+    assert tree_terms(ReplicaLayout((2, 1), 1)).own == [slice(0, 1)]
     # So its one replica travels in the dtype of the sums of others.
-    assert ReplicaLayout((2, 1), 1).terms.are_sums
-    assert not ReplicaLayout((3, 3), 1).terms.are_sums
+    assert tree_terms(ReplicaLayout((2, 1), 1)).are_sums
+    assert not tree_terms(ReplicaLayout((3, 3), 1)).are_sums
 
 
 def test_workers_have_the_same_number_unless_it_is_given() -> None:
-    assert Workers(IdentityCommunicator()).layout(3) == ReplicaLayout((3,), 0)
+    assert Workers().layout(3) == ReplicaLayout((3,), 0)
     found = on_workers(2, lambda workers: workers.layout(3))
     assert found == [ReplicaLayout((3, 3), rank) for rank in range(2)]
 
 
 def test_a_value_has_a_component_per_replica_where_workers_differ() -> None:
-    def call(workers: Workers) -> str:
-        dealt_out = Workers(workers.communicator, (3, 2))
+    def call(workers: ConnectedWorkers) -> str:
+        dealt_out = ConnectedWorkers(workers.communicator, (3, 2))
         with pytest.raises(ReplicaMismatchError) as caught:
             dealt_out.layout(1)
         return str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 import unisono as uo
 from unisono.contexts.current import entered, stack
 from unisono.engines import drawing
+from unisono.functions.watching import Watching
 from unisono.gradients.reducer import GradientReducer
 from unisono.variables.attributes import Attributes
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.statistics import Flat
-from unisono.variables.written import Parts, Watch
+from unisono.variables.written import Watch
 
 MOST_CALLS = 8
 Make = Callable[..., uo.MirroredStrategy]
@@ -56,7 +58,9 @@ class Interrupt:
 
 
 def trained(
-    strategy: uo.Strategy, before: Callable[[Callable[[], object]], object]
+    strategy: uo.Strategy,
+    before: Callable[[Callable[[], object]], object],
+    mark: Callable[[Any], Any] = lambda step: step,
 ) -> list[Tensor]:
     """Returns what two steps make of a model, which has been run `before` in some way."""
     torch.manual_seed(0)
@@ -66,6 +70,7 @@ def trained(
     batches = uo.PerReplica(list(torch.randn(8, 3, dtype=torch.float64).split(4)))
     state = {name: value.clone() for name, value in model.state_dict().items()}
 
+    @mark
     def step(batch: Tensor) -> None:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
@@ -97,9 +102,9 @@ def trained(
         (Fronts, "take_down"),
         (GradientReducer, "_make_packs"),
         (Mirrors, "_leaves_for"),
-        (Parts, "note"),
         (Flat, "give"),
         (Watch, "_add_copies"),
+        (Watch, "note_parts"),
         (Watch, "stamp"),
         (drawing, "__exit__"),
         (entered, "__exit__"),
@@ -118,3 +123,44 @@ def test_ctrl_c_within_our_own_code_breaks_nothing(
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         if not came[0]:
             break
+
+
+def test_ctrl_c_leaves_nobody_watching(mirrored: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = Watching.__enter__
+
+    def interrupted(watching: Watching) -> None:
+        enter(watching)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watching, "__enter__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mirrored(2).run(uo.function(lambda: torch.ones(1) + 1))
+    assert sys.getprofile() is None
+
+
+@pytest.mark.parametrize("name", ["put_up", "take_down"])
+def test_ctrl_c_in_a_replay_breaks_nothing(
+    mirrored: Make, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    wanted = trained(mirrored(2), lambda run: run())
+    method, come = getattr(Fronts, name), list[bool]()
+
+    def replayed(run: Callable[[], object]) -> None:
+        # Two that run eagerly, the one that is captured, and a replay.
+        for _ in range(4):
+            run()
+
+        def interrupted(fronts: Fronts) -> None:
+            if come or name == "put_up":
+                method(fronts)
+            if not come:
+                come.append(True)
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Fronts, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+
+    found = trained(mirrored(2), replayed, uo.function)
+    assert come
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from worker_threads import on_strategies
+from worker_threads import communicator_of, on_strategies
 
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnequalCollectivesError
@@ -331,7 +331,7 @@ def test_all_layouts_give_the_same_bits() -> None:
 
 def count_collectives(strategy: uo.Strategy, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     called: list[str] = []
-    communicator = strategy.extended.workers.communicator
+    communicator = communicator_of(strategy)
     for name in ("all_reduce", "all_gather", "broadcast"):
         original = getattr(communicator, name)
 

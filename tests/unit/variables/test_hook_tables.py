@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 import unisono as uo
 from unisono.errors import ContextError
-from unisono.variables import hook_tables
+from unisono.variables import torch_calls
 from unisono.variables.attributes import raw
 from unit.gradients.test_own_gradients import trained
 from unit.variables.test_once_calls import Program, X, Y, loss, same, split
@@ -178,7 +178,7 @@ def test_replicas_that_register_their_first_hooks_at_the_same_time_have_their_ow
             has_registered.wait(30)
         return raw(module)
 
-    monkeypatch.setattr(hook_tables, "raw", slow)
+    monkeypatch.setattr(torch_calls, "raw", slow)
 
     def step() -> int:
         if local_id() == 1:

@@ -317,12 +317,12 @@ def test_a_list_that_a_step_fills_with_the_copies_of_its_replica(mirrored: Make,
         if not kept and replica_id() == 0:
             kept.extend(model if use == "module" else model.parameters())
         uo.once(lambda: None)
-        out = {
+        uses: dict[str, Any] = {
             "module": lambda: kept[0](X),
             "parameters": lambda: functional.linear(X, *kept),
             "clipping": lambda: model(X),
-        }[use]()
-        out.sum().backward()
+        }
+        uses[use]().sum().backward()
         if use == "clipping":
             nn.utils.clip_grad_norm_(kept, 0.1)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.arguments import check_int, in_words
-from unisono.communicators import IdentityCommunicator
 from unisono.errors import UnsupportedError
 from unisono.input.source.random_state import (
     RandomState,
@@ -23,7 +22,7 @@ from unisono.input.source.sources import Source
 from unisono.reductions import Workers
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.workers.elastic import ElasticJob
 
 
 class Readers:
@@ -36,7 +35,7 @@ class Readers:
     """
 
     def __init__(self, workers: Workers | None, job: ElasticJob | None, *, own_data: bool) -> None:
-        self.workers = workers or Workers(IdentityCommunicator())
+        self.workers = workers or Workers()
         self._job = job
         are_many = job is not None or self.workers.are_many
         self.are_apart = are_many and own_data
@@ -71,18 +70,17 @@ class Readers:
 
     def own(self, states: Sequence[RandomState]) -> RandomState:
         """Returns the state of this worker among those that `states` returned, then or now."""
-        communicator = self.workers.communicator
         if not self.are_apart and len(states) != 1:
             raise UnsupportedError(
                 f"In the saved state {len(states)} workers read different data, but here all "
                 "workers read the same data. Resume with the same dataset and policy."
             )
-        if self.are_apart and len(states) != communicator.size:
+        if self.are_apart and len(states) != self.workers.size:
             raise UnsupportedError(
                 f"In the saved state {len(states)} workers read different data, but this job has "
-                f"{communicator.size} workers. Resume with {len(states)} workers."
+                f"{self.workers.size} workers. Resume with {len(states)} workers."
             )
-        return states[communicator.rank if self.are_apart else 0]
+        return states[self.workers.rank if self.are_apart else 0]
 
 
 @dataclass

@@ -17,7 +17,6 @@ from torch.utils.data import (
     ChainDataset,
     ConcatDataset,
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -46,24 +45,7 @@ def of_own_files(source: Any, context: InputContext) -> DataLoader[Any]:
             "AutoShardPolicy.FILE needs a `DataLoader` over a `ConcatDataset` or `ChainDataset`, "
             f"got a {type(source).__name__}. {_INSTEAD}"
         )
-    files = _own_files(source.dataset, context)
-    sampler = _own_sampler(source, files) if isinstance(files, ConcatDataset) else None
-    return _reading(source, sampler, dataset=files)
-
-
-def _reading(source: DataLoader[Any], sampler: Any, **settings: Any) -> DataLoader[Any]:
-    """Returns a loader like `source` that reads what another sampler gives."""
-    return loader_like(
-        source,
-        sampler=sampler,
-        batch_size=source.batch_size,
-        drop_last=source.drop_last,
-        persistent_workers=source.persistent_workers,
-        **settings,
-    )
-
-
-def _own_files(dataset: Dataset[Any], context: InputContext) -> Dataset[Any]:
+    dataset = source.dataset
     if not isinstance(dataset, (ConcatDataset, ChainDataset)):
         raise UnsupportedError(
             "AutoShardPolicy.FILE needs a `ConcatDataset` or `ChainDataset` with one member per "
@@ -78,7 +60,22 @@ def _own_files(dataset: Dataset[Any], context: InputContext) -> Dataset[Any]:
             "use AutoShardPolicy.DATA."
         )
     own = files[context.input_pipeline_id :: num_workers]
-    return ConcatDataset(own) if isinstance(dataset, ConcatDataset) else ChainDataset(own)
+    if isinstance(dataset, ChainDataset):
+        return _reading(source, None, dataset=ChainDataset(own))
+    read: ConcatDataset[Any] = ConcatDataset(own)
+    return _reading(source, _own_sampler(source, read), dataset=read)
+
+
+def _reading(source: DataLoader[Any], sampler: Any, **settings: Any) -> DataLoader[Any]:
+    """Returns a loader like `source` that reads what another sampler gives."""
+    return loader_like(
+        source,
+        sampler=sampler,
+        batch_size=source.batch_size,
+        drop_last=source.drop_last,
+        persistent_workers=source.persistent_workers,
+        **settings,
+    )
 
 
 def _own_sampler(source: DataLoader[Any], files: ConcatDataset[Any]) -> Any:

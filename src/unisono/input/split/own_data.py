@@ -36,7 +36,7 @@ from unisono.reductions import ReplicaLayout
 from unisono.values import Tree, map_leaves
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.workers.elastic import ElasticJob
 
 # Draws batches and splits them. Raises `StopIteration` at the end.
 Draw: TypeAlias = Callable[[], SplitBatch]
