@@ -100,22 +100,21 @@ def _watch_batch_norm() -> None:
 
 
 def _watch_embeddings() -> None:
-    renormalize: Any = functional._no_grad_embedding_renorm_
+    functions: Any = functional
+    renormalize = functions._no_grad_embedding_renorm_
 
     @functools.wraps(renormalize)
     def renormalize_once(weight: Tensor, input: Tensor, max_norm: float, norm_type: float) -> Any:
         context = None if torch.compiler.is_compiling() else current_replica()
-        mirrors = None if context is None else context.replicas.mirrors
-        if context is None or mirrors.is_single or id(weight) not in mirrors.owners:
+        if context is None or id(weight) not in context.replicas.mirrors.owners:
             return renormalize(weight, input, max_norm, norm_type)
         # Of all replicas: they share the rows, and look up some of them together.
         rows = context.all_gather(input.reshape(-1), 0)
-        shared = mirrors.of_program(weight)
+        shared = context.replicas.mirrors.of_program(weight)
         work = functools.partial(renormalize, shared, rows, max_norm, norm_type)
         return do_once("an embedding with `max_norm`", work)
 
-    changed: Any = functional
-    changed._no_grad_embedding_renorm_ = _as_torchs(renormalize_once, renormalize)
+    functions._no_grad_embedding_renorm_ = _as_torchs(renormalize_once, renormalize)
 
 
 def _as_torchs(made: Any, original: Any) -> Any:
