@@ -134,7 +134,7 @@ def assigned_mean(block: Any, x: Tensor) -> Tensor:
 
 
 def each_sample(block: Any, x: Tensor) -> Tensor:
-    out: Tensor = vmap(lambda one: ScaleEach.apply(block.layer(one), block.scale))(x)
+    out: Tensor = vmap(lambda one: ScaleEach.apply(block.layer(one), block.scale))(x)  # type: ignore[no-untyped-call]
     return out
 
 
