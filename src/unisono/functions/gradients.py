@@ -19,6 +19,7 @@ _gradient = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")
 _marks = operator.attrgetter("reduced")
 _is_shown = operator.attrgetter("is_shown")
+_waiting = operator.attrgetter("waiting")
 
 
 def trained_by(mirrors: Mirrors) -> list[Tensor]:
@@ -45,6 +46,7 @@ class Gradients:
         self._num_seen = 2 * len(self._leaves) or len(tensors)
         self._reduced = [list(one.reduced) for one in self._leaves]
         self._are_shown = [one.is_shown for one in self._leaves]
+        self._are_waiting = [one.waiting is not None for one in self._leaves]
         # The copies of these marks that the parameters have been given.
         self._copies: list[list[Mark | None]] = []
         # Which of them say that a gradient is still as it was when it was reduced.
@@ -80,6 +82,9 @@ class Gradients:
                 self._leaves, self._copies, self._are_shown, strict=True
             ):
                 one.reduced, one.is_shown = reduced, is_shown
+        if any(self._are_waiting) or any(map(_waiting, self._leaves)):
+            for one, is_waiting in zip(self._leaves, self._are_waiting, strict=True):
+                one.waiting = Mark.of(one.primary.grad) if is_waiting else None
 
     def _are_marked(self) -> bool:
         """Whether the parameters have still the marks that they were given."""

@@ -120,7 +120,7 @@ class Snapshot:
                 for leaf in one.leaves:
                     leaf.grad = None
                 one.mark_reduced()
-                one.primary.grad, one.is_shown = None, False
+                one.primary.grad, one.is_shown, one.waiting = None, False, None
             for restoration in self._restorations:
                 restoration()
 

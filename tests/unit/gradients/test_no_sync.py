@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono.errors import ContextError
+from unit.functions.program_parts import recordings
 
 Make = Callable[..., uo.MirroredStrategy]
 
@@ -78,3 +79,102 @@ def test_gradients_accumulate_without_reduction_in_every_round(
             assert tuple(one.item() for one in found.values) == expected
     assert model.weight.grad is not None
     assert model.weight.grad.item() == 6
+
+
+class Waiting:
+    """A model whose gradients wait on the replicas, after another step has updated it."""
+
+    def __init__(self, strategy: uo.MirroredStrategy, *, is_captured: bool, uses_all: bool) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.model = nn.Linear(1, 1, bias=False)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        nn.init.zeros_(self.model.weight)
+        self._uses_all = uses_all
+        mark: Any = uo.function if is_captured else lambda fn: fn
+        self._steps = mark(self._update), mark(self._add)
+        for _ in range(5):
+            self.update()
+            self.wait()
+            self.model.weight.grad = None
+        assert self.model.weight.item() == -10
+        assert len(recordings(strategy)) == (2 if is_captured else 0)
+
+    def update(self) -> None:
+        self.strategy.run(self._steps[0], args=(uo.PerReplica((torch.ones(1), torch.ones(1) * 3)),))
+
+    def wait(self) -> None:
+        self.strategy.run(self._steps[1], args=(uo.PerReplica((torch.ones(1), torch.ones(1) * 7)),))
+
+    def _update(self, x: Tensor) -> None:
+        self.model(x).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _add(self, x: Tensor) -> None:
+        with self.strategy.no_sync():
+            if self._uses_all or (x > 3).all():
+                self.scaler.scale(self.model(x).sum()).backward()
+
+    def clear_by_hand(self) -> None:
+        self.model.weight.grad = None
+
+    def clear_by_optimizer(self) -> None:
+        self.optimizer.zero_grad()
+
+    def clear_in_place(self) -> None:
+        self.model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("way", ["by_hand", "by_optimizer", "in_place"])
+def test_gradients_that_wait_can_be_cleared_between_runs(
+    way: str, is_captured: bool, mirrored: Make, memories: str
+) -> None:
+    made = Waiting(mirrored(), is_captured=is_captured, uses_all=True)
+
+    made.wait()
+    getattr(made, f"clear_{way}")()
+    made.update()
+
+    assert made.model.weight.item() == -12
+
+
+def test_a_gradient_that_the_first_replica_does_not_have_can_be_cleared(mirrored: Make) -> None:
+    made = Waiting(mirrored(), is_captured=False, uses_all=False)
+
+    made.wait()
+    made.clear_by_hand()
+    made.update()
+    made.wait()
+    made.clear_by_hand()
+    made.optimizer.step()
+
+    assert made.model.weight.item() == -12
+
+
+def test_gradients_that_wait_are_unscaled_and_reduced_outside(mirrored: Make) -> None:
+    made = Waiting(mirrored(), is_captured=False, uses_all=True)
+
+    made.wait()
+    made.scaler.step(made.optimizer)
+
+    assert made.model.weight.item() == -10 - 4
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_gradients_that_wait_are_not_written_outside(is_captured: bool, mirrored: Make) -> None:
+    made = Waiting(mirrored(), is_captured=is_captured, uses_all=True)
+
+    made.wait()
+    nn.utils.clip_grad_norm_(made.model.parameters(), 0.1)
+    for go_on in (made.update, made.wait, made.optimizer.step):
+        with pytest.raises(
+            ContextError, match=r"written outside `run` before it was reduced.*once"
+        ):
+            go_on()
+    made.clear_by_optimizer()
+    made.update()
+
+    assert made.model.weight.item() == -12
