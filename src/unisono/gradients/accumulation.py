@@ -218,6 +218,16 @@ class Aside:
             if can_be_trained(leaf)
         ]
 
+    def leave_to_first(self, context: ReplicaContext, owners: Iterable[Leaves]) -> None:
+        """Before a pass in `no_sync`: one replica has the sum so far, which then counts once."""
+        replica_id = context.local_id
+        for one in owners if self._is_needed else ():
+            leaf, mark = one.leaves[replica_id], one.reduced[replica_id]
+            if leaf.grad is not None and mark is not None and mark.grad() is leaf.grad:
+                one.reduced[replica_id] = None
+                if context.replica_id_in_sync_group != 0:
+                    leaf.grad = None
+
     def put(self, owners: Iterable[Leaves]) -> None:
         """Before a reduction: does the same where a replica has no new gradient."""
         for one in owners if self._is_needed else ():

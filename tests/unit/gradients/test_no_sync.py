@@ -178,3 +178,38 @@ def test_gradients_that_wait_are_not_written_outside(is_captured: bool, mirrored
     made.update()
 
     assert made.model.weight.item() == -12
+
+
+@pytest.mark.parametrize("op", ["MEAN", "SUM"])
+@pytest.mark.parametrize("what", ["go on", "clear outside", "clear in the step", "update outside"])
+def test_a_pass_without_reduction_adds_to_reduced_gradients(
+    what: str, op: str, mirrored: Make, memories: str
+) -> None:
+    strategy = mirrored(reduce_gradients=op)
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    nn.init.zeros_(model.weight)
+    inputs = uo.PerReplica((torch.ones(1), torch.full((1,), 3.0)))
+
+    def add(x: Tensor, *, reduces: bool) -> None:
+        with nullcontext() if reduces else strategy.no_sync():
+            model(x).sum().backward()
+
+    def step(x: Tensor) -> None:
+        if what == "clear in the step":
+            optimizer.zero_grad()
+        add(x, reduces=True)
+        optimizer.step()
+
+    for reduces in (True, False, False):
+        strategy.run(add, args=(inputs,), kwargs={"reduces": reduces})
+    if what == "clear outside":
+        optimizer.zero_grad()
+    if what == "update outside":
+        optimizer.step()
+    else:
+        strategy.run(step, args=(inputs,))
+
+    num_passes = {"go on": 4, "update outside": 3}.get(what, 1)
+    assert model.weight.item() == -num_passes * (2 if op == "MEAN" else 4)
