@@ -130,6 +130,7 @@ class Attributes:
         self._looked_at = ""
 
     def give(self, mirrors: Iterable[Mirror]) -> None:
+        """Gives the clones of modules the attributes of their primaries."""
         self._visited, self.tensors = {}, {}
         known = self._known.items()
         self._changed = {k for k, x in known if not are_same(parts_of(x.original), x.content)}

@@ -129,6 +129,7 @@ class Fronts:
                 set_classes([target], self._during[-1:])
 
     def of_kind(self, kind: type[T]) -> list[T]:
+        """Returns the objects of a class."""
         with self._lock:
             added = list(self._added.values())
         found = (target() for target, _ in added)
