@@ -37,6 +37,7 @@ from unisono.functions.together import CAPTURE, NOTHING, Together
 from unisono.tracing import span
 from unisono.values import DistributedValues, flatten, map_tensors
 from unisono.variables import Settings
+from unisono.variables.leaves import gradient_of
 
 if TYPE_CHECKING:
     from unisono.functions.captures import Captures
@@ -51,8 +52,6 @@ _MAX_CHANGES = 3
 # how often one runs eagerly because others are not ready, before it captures alone.
 _MAX_TOGETHER = 4
 _MAX_WAITS = 2
-
-_gradient = operator.attrgetter("grad")
 
 _logger = logging.getLogger("unisono")
 
@@ -100,9 +99,15 @@ class CapturedFunction:
         self._of = captures
         mirrors = captures.mirrors
         self._surroundings = Surroundings(function.fn, mirrors.modules)
-        self._members = Members(functools.partial(mirrors.fronts.of_kind, Optimizer))
+        fronts = mirrors.fronts
+        self._members = Members(functools.partial(fronts.of_kind, Optimizer), [fronts.added])
         self._state = ModuleState(mirrors.modules, (mirrors.mirrors, mirrors.singles))
         self._steps: dict[Hashable, _Step] = {}
+        # What was replayed last, whether parameters had its gradients in the last two calls, and
+        # which parameters had one.
+        self._last: Capture | None = None
+        self._are_shown = False
+        self._have_gradients: Hashable = None
         # The settings of optimizers in the last eager call, and how often they changed.
         self._settings: list[Settings] = []
         self._num_changes = 0
@@ -140,7 +145,7 @@ class CapturedFunction:
         nothing: tuple[None, Sequence[Tensor]] = (None, ())
         if self.reason:
             return nothing
-        inputs = read_inputs((tuple(args), kwargs), self._of.places[0].type)
+        inputs = read_inputs(tuple(args), kwargs, self._of.places[0].type)
         if inputs.reason:
             self.stay_eager(inputs.reason)
         # A replica without samples is undone by Python; such a batch comes once in an epoch. Modes
@@ -165,6 +170,7 @@ class CapturedFunction:
             step = self._steps[key] = _Step()
         if step.drop_outdated():
             self._num_changes += 1
+            self._last = None
         if step.own is None and self._of.is_on_host and sys.getprofile() is not None:
             # What looks for reasons not to capture is a profiler, too.
             return nothing
@@ -177,11 +183,15 @@ class CapturedFunction:
 
     def _program(self) -> Hashable:
         """Returns what the step has built in of the program: modules, gradients, variables."""
-        number = self._state.number(), self._members.number()
-        # Without a call of Python for each parameter, as there may be thousands.
-        grads = map(_gradient, self._state.parameters)
-        have_gradients = tuple(map(operator.is_not, grads, itertools.repeat(None)))
-        return number, self._of.mirrors.generation, have_gradients, self._surroundings.key()
+        before, state = self._state.last, self._state.number()
+        were_shown, last = self._are_shown, self._last
+        self._are_shown = last is not None and last.recording.shows_gradients()
+        if not (were_shown and self._are_shown and state == before):
+            # Without a call of Python for each parameter, as there may be thousands.
+            grads = map(gradient_of, self._state.parameters)
+            self._have_gradients = bytes(map(operator.is_not, grads, itertools.repeat(None)))
+        numbers = state, self._members.number(), self._surroundings.number()
+        return numbers, self._of.mirrors.generation, self._have_gradients
 
     def _replay_or_tell(
         self,
@@ -218,7 +228,8 @@ class CapturedFunction:
                     # The caller's own random numbers go on as after any run.
                     RunGenerators()
             capture.fill(tensors)
-            recording.replay()
+            recording.replay(shows_gradients=self._are_shown and capture is self._last)
+            self._last, self._are_shown = capture, self._are_shown and capture is self._last
             mirrors.buffers.note_replay()
             return capture.results()
 
@@ -327,6 +338,7 @@ class CapturedFunction:
             for capture in step.captures:
                 capture.recording.free()
         self._steps.clear()
+        self._last = None
 
     def stay_eager(self, reason: str) -> None:
         """Runs the function eagerly from now on."""

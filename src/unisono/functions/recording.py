@@ -219,9 +219,13 @@ class Recording:
         """At the end of the run: returns where its results are after every replay."""
         return map_tensors(self._graphs.kept, outputs)
 
-    def replay(self) -> None:
-        """Does what the recorded run did."""
-        self._start.fill()
+    def shows_gradients(self) -> bool:
+        """Whether parameters have the gradients that they have after a replay."""
+        return self._end is not None and self._end.are_shown()
+
+    def replay(self, *, shows_gradients: bool = False) -> None:
+        """Does what the recorded run did; `shows_gradients` if they are known to be shown."""
+        is_same = not self._start.fill() and not self._calls and shows_gradients
         if not self._calls:
             self._replay_parts()
         else:
@@ -232,7 +236,7 @@ class Recording:
             finally:
                 self._mirrors.fronts.take_down()
         if self._end is not None:
-            self._end.restore()
+            self._end.restore(are_shown=is_same)
 
     def free(self) -> None:
         """Gives back the memory of all parts; there are no more replays."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -73,48 +73,48 @@ class Capture:
                 made[id(tensor)] = room_like(tensor)
                 alike.setdefault((tensor.dtype, tensor.device), []).append(i)
         self.rooms = [made[id(tensor)] for tensor in tensors]
-        # The numbers of those of one dtype on one GPU, which one kernel can fill.
-        self._alike = list(alike.values())
         # The rooms without dimensions that repeat the same memory, and whether there are such.
         distinct = [without_repetition(room) for room in self.rooms]
         self._repeats = any(map(operator.is_not, distinct, self.rooms))
-        # A step may call `requires_grad_()` of an argument.
-        self._distinct = [one.detach() for one in distinct]
+        # Those of one dtype on one GPU, which one kernel can fill, and the numbers of what fills
+        # them. A step may call `requires_grad_()` of an argument.
+        groups = alike.values()
+        self._alike = [([distinct[i].detach() for i in numbers], numbers) for numbers in groups]
+        # Where results are, the numbers of those that one kernel can copy, and how to copy others.
         self._outputs: Any = None
-        # Those whose history no replay makes again.
-        self._without_history: set[int] = set()
+        self._kept: list[Tensor] = []
+        self._results: dict[Hashable, list[int]] = {}
+        self._copied_alone: dict[int, Callable[[Tensor], Tensor]] = {}
         self.fill(tensors)
 
     def note_outputs(self, results: Any) -> None:
         """Takes what the captured run has returned."""
         self._outputs = self.recording.kept(results)
-        pairs = zip(tensors_of(self._outputs), tensors_of(results), strict=True)
-        self._without_history = {id(one) for one, own in pairs if own.grad_fn is not None}
+        for i, (kept, own) in enumerate(
+            zip(tensors_of(self._outputs), tensors_of(results), strict=True)
+        ):
+            self._kept.append(kept)
+            if own.grad_fn is not None:
+                # Its history no replay makes again.
+                self._copied_alone[i] = WithoutHistory.of
+            elif kept.requires_grad or kept.is_inference():
+                self._copied_alone[i] = Tensor.clone
+            else:
+                self._results.setdefault((kept.dtype, kept.device), []).append(i)
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copies the arguments of this call to where the graphs read them."""
         if self._repeats:
             tensors = list(map(without_repetition, tensors))
-        for numbers in self._alike:
-            rooms, given = [self._distinct[i] for i in numbers], [tensors[i] for i in numbers]
-            copy_each(rooms, given, non_blocking=True)
+        for rooms, numbers in self._alike:
+            copy_each(rooms, [tensors[i] for i in numbers], non_blocking=True)
 
     def results(self) -> Any:
         """Returns copies of the results, which the next replay does not change."""
-        into: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
-
-        def copied(leaf: Tensor) -> Tensor:
-            if id(leaf) in self._without_history:
-                return WithoutHistory.of(leaf)
-            if leaf.requires_grad or leaf.is_inference():
-                return leaf.clone()
-            new = torch.empty_like(leaf)
-            made, kept = into.setdefault((leaf.dtype, leaf.device), ([], []))
-            made.append(new)
-            kept.append(leaf)
-            return new
-
-        results = map_tensors(copied, self._outputs)
-        for made, kept in into.values():
-            copy_each(made, kept)
-        return results
+        made = list(map(torch.empty_like, self._kept))
+        for i, copied in self._copied_alone.items():
+            made[i] = copied(self._kept[i])
+        for numbers in self._results.values():
+            copy_each([made[i] for i in numbers], [self._kept[i] for i in numbers])
+        new = iter(made)
+        return map_tensors(lambda _: next(new), self._outputs)

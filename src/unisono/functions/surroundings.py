@@ -14,74 +14,52 @@ import torch
 from torch import Tensor, nn
 
 from unisono.functions.places import Places, is_short
-from unisono.functions.signature import CONTAINERS, constant, frozen
-from unisono.variables import TORCH_TABLES, Contents
+from unisono.functions.signature import CONTAINERS, State, constant, frozen
+from unisono.variables import TORCH_TABLES
 
 
-class Surroundings:
+class Surroundings(State):
     """The variables and attributes that a step, and the functions that it calls, may use."""
 
     def __init__(
         self, fn: Callable[..., Any], modules: Callable[[], Sequence[nn.Module]] = list
     ) -> None:
+        super().__init__()
         # Those of the strategy, which knows their attributes.
         self._modules = modules
         self._roots = [(getattr(fn, "__qualname__", "the step"), fn)]
         # The names in the code of the step and its functions.
-        self._named: set[str] = set()
+        self._in_code: set[str] = set()
         # What Python changes in calls that it makes at every replay, too.
         self._changing: set[str] = set()
-        self._names: list[str] = []
         self._getters: list[Callable[[], Any]] = []
         self._found: list[Any] = []
         # Tensors among these, and their shapes.
         self._tensors: list[Tensor] = []
         self._shapes: list[torch.Size] = []
-        self._contents = Contents()
-        self._values: tuple[Hashable, ...] = ()
         self.generators: list[Any] = []
         self.scheduled: set[str] = set()
         self.iterator = ""
-        self._look()
+        self._note()
 
     def take(self, objects: Sequence[Any], named: set[str]) -> None:
         """Looks at other objects, too, such as arguments, and at other attributes."""
+        if not objects and named <= self._in_code:
+            return
         known = {id(one) for _, one in self._roots}
         new = [("an argument", one) for one in objects if id(one) not in known]
-        if new or not named <= self._named:
+        if new or not named <= self._in_code:
             self._roots += new
-            self._named |= named
-            self._look()
-
-    def key(self) -> Hashable:
-        """Returns what is equal as long as they are what they were."""
-        if not self._are_current():
-            self._look()
-        return self._values
-
-    def changed(self) -> str:
-        """Returns the name of one that is another than before; empty if none is."""
-        if self._are_current():
-            return ""
-        before = self._by_name()
-        self._look()
-        now = self._by_name()
-        return next((name for name in {**before, **now} if before.get(name) != now.get(name)), "")
+            self._in_code |= named
+            self._note()
 
     def allow_changes(self) -> None:
         """After a call that Python makes at every replay, too: what it has changed may change."""
         while name := self.changed():
             self._changing.add(name)
-            self._look()
+            self._note()
 
-    def _by_name(self) -> dict[str, list[Hashable]]:
-        # An object and its class may have attributes of one name.
-        found: dict[str, list[Hashable]] = {}
-        for name, value in zip(self._names, self._values, strict=True):
-            found.setdefault(name, []).append(value)
-        return found
-
-    def _are_current(self) -> bool:
+    def _is_current(self) -> bool:
         found = [get() for get in self._getters]
         if not all(map(operator.is_, found, self._found)):
             # Equal numbers and strings need not be the same objects.
@@ -90,22 +68,25 @@ class Surroundings:
             self._found = found
         return self._contents.are_same() and [one.shape for one in self._tensors] == self._shapes
 
-    def _look(self) -> None:
-        seen = Places(self._roots, self._named, self._modules())
+    def _note(self) -> None:
+        seen = Places(self._roots, self._in_code, self._modules())
         self.generators, self.iterator = seen.generators, seen.iterator
         self.scheduled = seen.scheduled
-        places = [one for one in seen.found if one[0] not in self._changing]
-        held, tables = (
+        places, held, tables = (
             [one for one in some if one[0] not in self._changing]
-            for some in (seen.containers, seen.tables)
+            for some in (seen.found, seen.containers, seen.tables)
         )
         self._getters = [get for _, get in places]
         self._found = [get() for get in self._getters]
         self._tensors = [one for one in self._found if isinstance(one, Tensor)]
         self._shapes = [one.shape for one in self._tensors]
         self._contents.note([one for _, one in (*held, *tables)])
-        self._names = [name for name, _ in (*places, *tables)]
-        self._values = (*map(_noted, self._found), *(_plain(table) for _, table in tables))
+        values = (*map(_noted, self._found), *(_plain(table) for _, table in tables))
+        # An object and its class may have attributes of one name.
+        self._named = {}
+        for (name, _), value in zip((*places, *tables), values, strict=True):
+            self._named.setdefault(name, []).append(value)
+        self._take(values)
 
 
 def _noted(value: Any) -> Hashable:

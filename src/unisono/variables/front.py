@@ -134,7 +134,7 @@ class Fronts:
         # Replicas and other threads may add objects at the same time.
         self._lock = threading.Lock()
         # By identity, in the order of adding.
-        self._added: dict[int, tuple[weakref.ref[Any], type]] = {}
+        self.added: dict[int, tuple[weakref.ref[Any], type]] = {}
         # The objects of the current run, their classes, and those that they have during the run.
         self._present: list[Any] = []
         self._plain: list[type] = []
@@ -147,10 +147,10 @@ class Fronts:
         """Lets `before` come before the class of an object in the next run, or in this one, too."""
         cls: Any = type(target)
         with self._lock:
-            known = self._added.get(id(target))
+            known = self.added.get(id(target))
             if known is not None and known[0]() is target:
                 return
-            self._added[id(target)] = (weakref.ref(target), before)
+            self.added[id(target)] = (weakref.ref(target), before)
             if is_at_once and self._is_up:
                 self._present = [*self._present, target]
                 self._plain = [*self._plain, cls]
@@ -160,17 +160,19 @@ class Fronts:
     def of_kind(self, kind: type[T]) -> list[T]:
         """Returns the objects of a class."""
         with self._lock:
-            added = list(self._added.values())
+            added = list(self.added.values())
         found = (target() for target, _ in added)
         return [target for target in found if isinstance(target, kind)]
 
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
         with self._lock:
-            added = self._added.items()
-            found = {key: (target, one) for key, one in added if (target := one[0]()) is not None}
-            if len(found) < len(added):
-                self._added = {key: one for key, (_, one) in found.items()}
+            added = self.added
+            found = {
+                k: (target, one) for k, one in added.items() if (target := one[0]()) is not None
+            }
+            for key in added.keys() - found.keys():
+                del added[key]
             present = [target for target, _ in found.values()]
             plain = list(map(type, present))
             if plain != self._plain:
