@@ -13,11 +13,10 @@ import torch
 from unisono.engines import ReplicaGenerators, RunGenerators
 from unisono.functions.captured import CapturedFunction
 from unisono.functions.cpu_graphs import CpuGraphs
-from unisono.functions.cuda_graphs import CudaGraphs, Lanes
+from unisono.functions.cuda_graphs import CudaGraphs, Lanes, Together
 from unisono.functions.recording import CallEach, Graphs
 from unisono.functions.signature import Same
 from unisono.functions.step_function import Function
-from unisono.functions.together import Together
 
 if TYPE_CHECKING:
     from unisono.strategies.worker import WorkerReplicas

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unisono.functions.lines import Line
+from unisono.functions.recording import CallEach, Graphs, Part
 from unisono.functions.script import Script, UnscriptableError
 from unisono.functions.tape import Call, Made, Noting, Number, Tape, bytes_of
 from unisono.functions.watching import Watching
@@ -208,16 +209,13 @@ def _have_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class _Functions:
+class _Functions(Part):
     """What the replicas do between two calls of Python."""
 
     each: Sequence[Callable[[], None]]
-    call_each: Callable[[Sequence[Callable[[], None]]], None]
+    call_each: CallEach
     # Whether nothing of it can be seen if it fails halfway.
     is_pure: bool
-
-    def free(self) -> None:
-        """Leaves it to Python."""
 
     def replay(self) -> None:
         """Lets all replicas do it again, at the same time."""
@@ -227,35 +225,29 @@ class _Functions:
             self.call_each(self.each)
 
 
-class CpuGraphs:
+class CpuGraphs(Graphs):
     """Captures one run of replicas on CPUs, or only looks whether it can be captured.
 
     Attributes:
-        reason: Why it cannot be captured; empty as long as it can.
         logs: What the replicas called in each part.
         named: The names in the code that they ran.
         written: The addresses of storages from outside that they wrote to.
     """
 
-    streams: Sequence[torch.cuda.Stream] = ()
-    is_apart = True
-    is_joint = False
-    is_on_host = True
+    is_apart = is_on_host = True
 
     def __init__(
         self,
         generators: Sequence[torch.Generator | None],
-        call_each: Callable[[Sequence[Callable[[], None]]], None],
+        call_each: CallEach,
     ) -> None:
         self._generators = generators
-        self.call_each: Any = call_each
+        self.call_each = call_each
         self._modes = [Noting() for _ in generators]  # type: ignore[no-untyped-call]
         # For each replica, results, and where they are after every replay.
         self._copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in generators]
         # Tensors that get other memory in every replay.
         self._moving: list[Tensor] = []
-        self.reason = ""
-        self.has_drawn = False
         self.logs: Logs = []
         self.named: set[str] = set()
         self.written: set[int] = set()
@@ -266,11 +258,6 @@ class CpuGraphs:
             self.reason = reason
             for mode in self._modes:
                 mode.tape = None
-
-    @staticmethod
-    def in_use() -> AbstractContextManager[None]:
-        """Nothing disturbs these captures."""
-        return nullcontext()
 
     @contextmanager
     def on_replica(self, replica_id: int) -> Iterator[None]:
