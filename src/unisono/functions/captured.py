@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from unisono.engines import CallerModes, RunGenerators, has_compiled
 from unisono.errors import CaptureError, add_note
-from unisono.functions.cpu_graphs import CpuGraphs, Logs, difference
+from unisono.functions.cpu_graphs import difference
 from unisono.functions.cuda_graphs import CAPTURE, NOTHING, Together
 from unisono.functions.lines import line_of
-from unisono.functions.recording import Capture, Recording
+from unisono.functions.recording import Capture, Graphs, Logs, Recording
 from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal
 from unisono.functions.signature import (
     Members,
@@ -187,10 +187,10 @@ class CapturedFunction:
 
     def _program(self) -> Hashable:
         """Returns what the step has built in of the program: modules, gradients, variables."""
-        before, state = self._state.last, self._state.number()
+        before, state = self._state.parameters, self._state.number()
         were_shown, last = self._are_shown, self._last
         self._are_shown = last is not None and last.recording.shows_gradients()
-        if not (were_shown and self._are_shown and state == before):
+        if not (were_shown and self._are_shown and self._state.parameters is before):
             # Without a call of Python for each parameter, as there may be thousands.
             grads = map(gradient_of, self._state.parameters)
             self._have_gradients = bytes(map(operator.is_not, grads, itertools.repeat(None)))
@@ -232,17 +232,15 @@ class CapturedFunction:
 
     def _rehearse(self, step: _Step, run: _Run) -> Any:
         """Runs eagerly, and finds out whether the step can be captured."""
-        if self._of.is_on_host:
-            rehearsal = Rehearsal(self._surroundings, graphs=self._of.cpu_graphs())
-        else:
-            rehearsal = Rehearsal(self._surroundings, self._of.lanes.streams)
+        graphs = self._of.cpu_graphs() if self._of.is_on_host else Graphs(self._of.lanes.streams)
+        rehearsal = Rehearsal(self._surroundings, graphs)
         with rehearsal.watching(self._of.mirrors, run.tensors):
             result = self._eagerly(run, rehearsal)
         # One that fails, or that Ctrl-C ends, has called only a part.
         step.num_eager += 1
         if self._of.have_drawn_elsewhere():
             rehearsal.refuse(HOST_RANDOMNESS)
-        step.logs = rehearsal.logs
+        step.logs = graphs.logs
         step.returned, before = list(map(frozen, _plain_parts(result))), step.returned
         if before not in (None, step.returned):
             rehearsal.refuse(
@@ -296,11 +294,10 @@ class CapturedFunction:
             return self._eagerly(run)
         finally:
             torch.clear_autocast_cache()
-        if isinstance(graphs, CpuGraphs):
-            graphs.refuse(difference(step.logs, graphs.logs))
-            if graphs.reason:
-                self.stay_eager(graphs.reason)
-                return results
+        graphs.refuse(difference(step.logs, graphs.logs))
+        if graphs.reason:
+            self.stay_eager(graphs.reason)
+            return results
         if together is None:
             step.own = capture
         else:

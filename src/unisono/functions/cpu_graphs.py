@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.functions.lines import Line
-from unisono.functions.recording import CallEach, Graphs, Part
+from unisono.functions.recording import CallEach, Graphs, Logs, Part
 from unisono.functions.script import Script, UnscriptableError
 from unisono.functions.tape import Call, Made, Noting, Number, Tape, bytes_of
 from unisono.functions.watching import Watching
@@ -20,8 +19,6 @@ from unisono.torch_private import without_dispatch_modes
 from unisono.values import is_sparse, parts_of
 from unisono.variables import fit_for_training
 
-# For each part and each replica, the operators that it called, and where in the program.
-Logs: TypeAlias = list[list[list[tuple[str, Line]]]]
 _aten = torch.ops.aten
 _POISON = 0xAA
 # To copy so many bytes takes no longer than to give a tensor other memory.
@@ -226,13 +223,7 @@ class _Functions(Part):
 
 
 class CpuGraphs(Graphs):
-    """Captures one run of replicas on CPUs, or only looks whether it can be captured.
-
-    Attributes:
-        logs: What the replicas called in each part.
-        named: The names in the code that they ran.
-        written: The addresses of storages from outside that they wrote to.
-    """
+    """Captures one run of replicas on CPUs, or only looks whether it can be captured."""
 
     is_apart = is_on_host = True
 
@@ -241,6 +232,7 @@ class CpuGraphs(Graphs):
         generators: Sequence[torch.Generator | None],
         call_each: CallEach,
     ) -> None:
+        super().__init__()
         self._generators = generators
         self.call_each = call_each
         self._modes = [Noting() for _ in generators]  # type: ignore[no-untyped-call]
@@ -248,9 +240,6 @@ class CpuGraphs(Graphs):
         self._copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in generators]
         # Tensors that get other memory in every replay.
         self._moving: list[Tensor] = []
-        self.logs: Logs = []
-        self.named: set[str] = set()
-        self.written: set[int] = set()
 
     def refuse(self, reason: str) -> None:
         """Notes why the run cannot be captured; the first reason counts. The run goes on."""
@@ -309,10 +298,6 @@ class CpuGraphs(Graphs):
         self.reason = reason
         del self.logs[num_logs:]
         return result, part
-
-    def abort(self) -> None:
-        """Ends a part that has failed."""
-        self.end()
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Returns where a result of the run is after every replay.

@@ -201,12 +201,12 @@ class CudaGraphs(Graphs):
     def __init__(
         self, lanes: Lanes, drawn_from: Sequence[torch.Generator], together: Together | None
     ) -> None:
+        super().__init__(lanes.streams)
         self._lanes = lanes
         self._together = together
         self.is_joint = together is not None
         self._drawn_from = drawn_from
         self._pools = [lane.pool for lane in lanes.all]
-        self.streams: Sequence[torch.cuda.Stream] = lanes.streams
         self.is_apart = lanes.are_several
         self._open: list[tuple[Lane, torch.cuda.CUDAGraph]] = []
         self._arena = TableArena()
@@ -260,7 +260,7 @@ class CudaGraphs(Graphs):
         part.replay()
         return part
 
-    def abort(self) -> None:
+    def end(self) -> None:
         """Ends a part that has failed."""
         while self._open:
             lane, graph = self._open.pop()

@@ -14,12 +14,15 @@ from torch import Tensor
 from unisono.engines import RunGenerators
 from unisono.errors import CaptureError
 from unisono.functions.gradients import Gradients, StartingGradients, trained_by
+from unisono.functions.lines import Line
 from unisono.torch_private import copy_each
 from unisono.values import map_tensors, tensors_of
 from unisono.variables import Mirrors, Settings
 
 # Kernels may give other bits for memory that begins elsewhere in such a line.
 _LINE = 64
+# For each part and each replica, the operators that it called, and where in the program.
+Logs: TypeAlias = list[list[list[tuple[str, Line]]]]
 CallEach: TypeAlias = Callable[[Sequence[Callable[[], None]]], None]
 
 
@@ -35,7 +38,7 @@ class Part:
 
 
 class Graphs:
-    """Captures what the replicas of one run do, part by part.
+    """Captures what the replicas of one run do, part by part; in itself, it captures nothing.
 
     Attributes:
         streams: The stream of each replica, where each memory has its own.
@@ -45,14 +48,22 @@ class Graphs:
         is_joint: Whether what passes between workers is captured, too.
         call_each: Makes one call on the thread of each replica, on CPUs.
         has_drawn: Whether a replica has drawn random numbers.
+        logs: What the replicas called in each part, on CPUs.
+        named: The names in the code that they ran, on CPUs.
+        written: The addresses of storages from outside that they wrote to, on CPUs.
         reason: Why the run cannot be captured; empty as long as it can.
     """
 
-    streams: Sequence[torch.cuda.Stream] = ()
     is_apart = is_on_host = is_joint = False
     call_each: Any = None
-    reason = ""
     has_drawn: Any = False
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        self.streams = streams
+        self.reason = ""
+        self.logs: Logs = []
+        self.named: set[str] = set()
+        self.written: set[int] = set()
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Within the block, nothing disturbs the captures."""
@@ -64,11 +75,12 @@ class Graphs:
 
     def begin(self) -> None:
         """Begins a part."""
-        raise NotImplementedError
+
+    def end(self) -> Any:
+        """Ends a part that does not become one of a capture."""
 
     def finish(self, held: Sequence[Tensor] | None = None) -> Part | None:
         """Ends a part. Python reads the tensors that are `held`, or any that there are."""
-        raise NotImplementedError
 
     def refuse(self, reason: str) -> None:
         """Notes why the run cannot be captured; the first reason counts. What happens goes on."""
@@ -77,10 +89,6 @@ class Graphs:
     def attempt(self, work: Callable[[], Any]) -> tuple[Any, Part | None]:
         """On CPUs: does some work as a part; returns its result and the part, if there is one."""
         return work(), None
-
-    def abort(self) -> None:
-        """Ends a part that has failed."""
-        raise NotImplementedError
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Returns where a result of the run is after every replay."""
@@ -175,7 +183,7 @@ class Recording:
             try:
                 yield
             except BaseException:
-                self._graphs.abort()
+                self._graphs.end()
                 if not self._graphs.is_on_host:
                     self._start.restore()
                 raise

@@ -159,14 +159,13 @@ class State:
         self._named: dict[str, Any] = {}
         # All states that there were, and their numbers.
         self._numbers: dict[Hashable, int] = {}
-        # The number that it had last.
-        self.last = -1
+        self._number = -1
 
     def number(self) -> int:
         """Returns a number that is the same whenever all is the same."""
         if not self._is_current():
             self._note()
-        return self.last
+        return self._number
 
     def changed(self) -> str:
         """Returns the name of one thing that is another than it was; empty if none is."""
@@ -186,7 +185,7 @@ class State:
         raise NotImplementedError
 
     def _take(self, key: Hashable) -> None:
-        self.last = self._numbers.setdefault(key, len(self._numbers))
+        self._number = self._numbers.setdefault(key, len(self._numbers))
 
 
 class ModuleState(State):
