@@ -20,7 +20,6 @@ from unisono.engines import CallerModes, RunGenerators, has_compiled
 from unisono.errors import CaptureError, add_note
 from unisono.functions.cpu_graphs import difference
 from unisono.functions.cuda_graphs import CAPTURE, NOTHING, Together
-from unisono.functions.lines import line_of
 from unisono.functions.recording import Capture, Graphs, Logs, Recording
 from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal
 from unisono.functions.signature import (
@@ -33,6 +32,7 @@ from unisono.functions.signature import (
 )
 from unisono.functions.step_function import Function
 from unisono.functions.surroundings import Surroundings
+from unisono.functions.watching import line_of
 from unisono.tracing import span
 from unisono.values import DistributedValues, flatten, map_tensors
 from unisono.variables import Settings

@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.engines import RunGenerators
 from unisono.errors import CaptureError
 from unisono.functions.gradients import Gradients, StartingGradients, trained_by
-from unisono.functions.lines import Line
+from unisono.functions.watching import Line
 from unisono.torch_private import copy_each
 from unisono.values import map_tensors, tensors_of
 from unisono.variables import Mirrors, Settings

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from unisono.contexts import CrossReplicaContext, current_context, entered
 from unisono.engines import RunGenerators
-from unisono.functions.lines import line_here
 from unisono.functions.recording import Graphs
 from unisono.functions.signature import ModuleState
 from unisono.functions.surroundings import Surroundings
+from unisono.functions.watching import line_here
 from unisono.sharing import computed_once
 from unisono.values import DistributedValues, flatten
 from unisono.variables import Mirrors, Settings, plain_class, sets_groups, watch_updates
