@@ -24,9 +24,8 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from unisono.kernels import reduce_into, triton_status
-from unisono.kernels.gpu.launch import launch
-from unisono.kernels.gpu.tables import read_tables
+from unisono.kernels import reduce_into
+from unisono.kernels.gpu import launch, read_tables, triton_status
 from unisono.options import ReduceOp
 from unisono_tools.benchmarks.peers.shapes import RESNET50
 from unisono_tools.benchmarks.rows import machine, spell_bytes

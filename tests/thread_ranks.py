@@ -38,10 +38,7 @@ class ThreadCommunicator(Communicator):
         self._table = table
         self._sequence = 0
 
-    @property
-    def name(self) -> str:
-        """In words, what carries the collectives."""
-        return "threads of one process"
+    name = "threads of one process"
 
     def takes(self, device: torch.device) -> bool:
         """Every device, as long as all ranks use the same one."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         InputReplicationMode,
         TensorSpec,
     )
+    from unisono.modules import once
     from unisono.options import ReduceOp, VariableAggregation
     from unisono.reductions import (
         CrossDeviceOps,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
         StrategyExtended,
     )
     from unisono.values import DistributedValues, Mirrored, PerReplica
-    from unisono.variables import Variable, VariableSynchronization, once
+    from unisono.variables import Variable, VariableSynchronization
     from unisono.workers import MultiWorkerMirroredStrategy
 
 __version__ = "0.1.0"
@@ -108,12 +109,17 @@ _HOMES = (
     "values",
     "contexts",
     "reductions",
-    "variables",
+    "modules",
     "input",
     "strategies",
 )
 # The names of packages above the core, which a program on one host does not load.
-_ABOVE = {"MultiWorkerMirroredStrategy": "workers", "function": "functions"}
+_ABOVE = {
+    "MultiWorkerMirroredStrategy": "workers",
+    "Variable": "variables",
+    "VariableSynchronization": "variables",
+    "function": "functions",
+}
 
 
 def _load(name: str) -> Any:
@@ -124,7 +130,7 @@ def _load(name: str) -> Any:
         for home in (_ABOVE[name],) if name in _ABOVE else _HOMES:
             module = importlib.import_module(f"unisono.{home}")
             if hasattr(module, name):
-                if home in ("contexts", "variables"):
+                if home in ("contexts", "modules", "variables"):
                     # They ask for the context of code that has entered none.
                     importlib.import_module("unisono.strategies")
                 globals()[name] = found = getattr(module, name)
@@ -142,6 +148,6 @@ def __dir__() -> list[str]:
 
 
 if os.environ.get("UNISONO_TRACE"):
-    from unisono.tracing import record_if_asked
+    from unisono.tracing.recording import record_if_asked
 
     record_if_asked()

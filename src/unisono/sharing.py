@@ -7,6 +7,8 @@ later is not, nor is a loop over a container that other threads change.
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,6 +36,10 @@ class LiveSet(Generic[T]):
         with self._lock:
             self._refs = tuple(self._others(one))
 
+    def newest(self) -> T | None:
+        """Returns the object that was added last, of those that are alive."""
+        return next(reversed(list(self)), None)
+
     def __iter__(self) -> Iterator[T]:
         """Iterates over the objects that are alive now."""
         return iter([one for ref in self._refs if (one := ref()) is not None])
@@ -50,6 +56,19 @@ def in_place_of(owner: Any, name: str) -> Callable[[F], F]:
         return made
 
     return put
+
+
+def names_of(package: str, *modules: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a package: its names in modules that few programs load."""
+
+    def find(name: str) -> Any:
+        for module in modules if name in sys.modules[package].__all__ else ():
+            found = importlib.import_module(f"{package}.{module}")
+            if hasattr(found, name):
+                return getattr(found, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find
 
 
 def computed_once(fn: Callable[..., T]) -> Callable[..., T]:

@@ -15,9 +15,11 @@ import platform
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from unisono.errors import TuningError, UnsupportedError
 from unisono.sharing import computed_once
@@ -53,7 +55,12 @@ def openmp_cores() -> set[int]:
     try:
         openmp = _loaded_libraries()
         places = range(openmp.omp_get_num_places())
-        return {core for place in places for core in _cores_of(openmp, place)}
+        found: set[int] = set()
+        for place in places:
+            numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+            openmp.omp_get_place_proc_ids(place, numbers)
+            found.update(numbers)
+        return found
     except (OSError, AttributeError, TypeError):
         # The OpenMP runtime, if there is one, cannot be asked. Windows wants a name.
         return set()
@@ -79,16 +86,18 @@ def _loaded_libraries() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def _cores_of(openmp: ctypes.CDLL, place: int) -> list[int]:
-    numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
-    openmp.omp_get_place_proc_ids(place, numbers)
-    return list(numbers)
-
-
 def after_fork_in_child(call: Callable[[], object]) -> None:
     """Calls `call` in every process that is forked from this one, where processes can fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
+
+
+def lock_across_forks() -> Any:
+    """Returns a reentrant lock, which another thread may hold when the process is forked."""
+    lock: Any = threading.RLock()
+    # Where no process can be forked, it has no such method.
+    after_fork_in_child(lambda: lock._at_fork_reinit())
+    return lock
 
 
 def user() -> str:

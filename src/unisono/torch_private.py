@@ -9,34 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+from torch._ops import OpOverload as OpOverload
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = [
-    "OpOverload",
-    "TorchDispatchMode",
-    "bindings",
-    "copy_each",
-    "data_of_tensors",
-    "dispatch_key",
-    "dispatch_keys",
-    "flatten_each",
-    "has_kernel",
-    "key_set",
-    "no_torch_function",
-    "no_torch_function_of_subclasses",
-    "num_dispatch_modes",
-    "num_function_modes",
-    "pytree",
-    "raw_stream",
-    "set_grad_enabled",
-    "views_like",
-    "with_dispatch_keys",
-    "without_dispatch_keys",
-    "without_dispatch_modes",
-]
+pytree = _pytree
+without_dispatch_modes = _disable_current_modes
 
 # What C++ gives to Python.
 bindings: Any = torch._C

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import unisono as uo
 from unisono.experimental import CommunicationOptions
-from unisono.kernels import result_dtype, tree_reduce
-from unisono.kernels.gpu import launch
+from unisono.kernels import gpu, result_dtype, tree_reduce
 from unisono.packing import SmallGroups
 from unisono.testing import separate_memories, virtual_gpus
 
@@ -69,7 +68,7 @@ def _every_path(
         elif here != "shared":
             stack.enter_context(virtual_gpus(16))
         if here == "gpus_without_triton":
-            monkeypatch.setattr(launch, "triton_status", lambda: launch.Triton("off"))
+            monkeypatch.setattr(gpu, "triton_status", lambda: gpu.Triton("off"))
         yield
 
 

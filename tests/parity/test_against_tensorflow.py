@@ -11,7 +11,7 @@ from golden_cases import Json, in_form
 
 import unisono as uo
 from unisono.devices import Device
-from unisono.packing.packs import group_by_bytes, split_evenly
+from unisono.packing import group_by_bytes, split_evenly
 
 GOLDEN = Path(__file__).parent / "golden"
 REDUCTIONS = ["broadcast", "hierarchical", "one_device", "scenarios", "sparse"]

@@ -21,7 +21,8 @@ import unisono as uo
 from processes.forked import PROCESSES
 from processes.namespaces import enter
 from unisono.cluster import Membership
-from unisono.cluster.elastic import ElasticMembers, Met, share_state
+from unisono.cluster.elastic import ElasticMembers, Met
+from unisono.communicators.wire import share_state
 from unisono.devices import cpu_slots
 from unisono.errors import CommunicationError, WorkerLostError
 from unisono.reductions import dealt

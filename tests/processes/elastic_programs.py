@@ -174,7 +174,7 @@ class Program:
 
 def tell_of_updates(strategy: uo.Strategy, at: At) -> None:
     """Says when updates are made that have waited for the end of their runs."""
-    postponed = strategy.extended.mirrors.postponed
+    postponed: Any = strategy.extended.mirrors.postponed
     make = postponed.make
 
     def told() -> None:

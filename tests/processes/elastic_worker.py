@@ -21,8 +21,8 @@ from processes.elastic_programs import Program, Training
 from processes.injections import left_over
 from processes.leftovers import Holdings
 from processes.namespaces import enter
-from unisono.cluster.elastic import share_state as share_with_those_who_join
 from unisono.cluster.elastic.finding import LAUNCHER
+from unisono.communicators.wire import share_state as share_with_those_who_join
 from unisono.errors import CommunicationError, JobMismatchError, UnsupportedError
 from unisono.experimental import CommunicationOptions
 from unisono.workers.elastic import job as elastic_job

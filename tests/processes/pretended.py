@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout
+from unisono.communicators.link import Part
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.watch import Watch
 
@@ -28,9 +29,7 @@ def hierarchical(inside: Make, num_hosts: int, backend: str, *, seconds: float) 
             num_hosts,
             backend=backend,
             timeout_seconds=seconds,
-            watch=watch,
-            speaks_for=layout.hosts,
-            ranks=[ranks[position] for ranks in layout.hosts],
+            part=Part(watch, [ranks[position] for ranks in layout.hosts], layout.hosts),
         )
         of_host = inside(PrefixStore(f"inside {host}", store), position, size // num_hosts)
         return HierarchicalCommunicator(of_host, between, layout, watch)

@@ -78,7 +78,7 @@ ELASTIC = """
 import os, pathlib, signal, sys
 import torch
 from unisono.cluster import Membership, detect
-from unisono.cluster.elastic import share_state
+from unisono.communicators.wire import share_state
 from unisono.devices import cpu_slots
 from unisono.errors import CommunicationError
 from unisono.experimental import CommunicationOptions

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call, jvp, vmap
-from torch.nn.utils import parametrizations
+from torch.autograd.graph import save_on_cpu
+from torch.func import functional_call, jacrev, jvp, vmap
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 WIDTH = 6
@@ -51,6 +52,25 @@ class DoubleInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return 2 * grad
+
+
+class ScaleEach(Scale):
+    """The same for functions of `torch.func`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad * weight, grad * x
 
 
 class OwnPass(torch.autograd.Function):
@@ -102,6 +122,37 @@ def moving_mean(block: Any, x: Tensor) -> Tensor:
         block.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         block.is_set.fill_(True)
     out: Tensor = block.layer(x) * (2 if block.is_set else 1)
+    return out
+
+
+def assigned_mean(block: Any, x: Tensor) -> Tensor:
+    if block.training:
+        block.mean.data = block.mean * 0.9 + x.detach().mean(0) * 0.1
+        block.is_set.data = torch.tensor(True)
+    out: Tensor = block.layer(x) * (2 if block.is_set else 1)
+    return out
+
+
+def each_sample(block: Any, x: Tensor) -> Tensor:
+    scale: Any = ScaleEach.apply
+    out: Tensor = vmap(lambda one: scale(block.layer(one), block.scale))(x)
+    return out
+
+
+def jacobian(block: Any, x: Tensor) -> Tensor:
+    out: Tensor = block.layer(x) + vmap(jacrev(lambda one: torch.tanh(block.layer(one))))(x).sum(1)
+    return out
+
+
+def rounded(block: Any, x: Tensor) -> Tensor:
+    out = block.layer(x) * block.scale
+    result: Tensor = out + (out.sign() - out).detach()
+    return result
+
+
+def on_host(block: Any, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        out: Tensor = torch.sin(block.layer(x)) * block.scale
     return out
 
 
@@ -229,6 +280,11 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "seeded noise": seeded_noise,
     "some samples": some_samples,
     "derivative": derivative,
+    "assigned mean": assigned_mean,
+    "each sample": each_sample,
+    "jacobian": jacobian,
+    "rounded": rounded,
+    "on host": on_host,
     "on saved copies": on_saved_copies,
     "checkpoint": functools.partial(checked, is_reentrant=False),
     "reentrant checkpoint": functools.partial(checked, is_reentrant=True),
@@ -250,6 +306,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True), (3, 2)
     ),
     "words": lambda: Words(nn.Embedding(10, WIDTH)),
+    "short words": lambda: Words(nn.Embedding(10, WIDTH, max_norm=0.5)),
+    "short bag": lambda: Words(nn.EmbeddingBag(10, WIDTH, max_norm=0.5)),
+    "pruned": lambda: prune.l1_unstructured(linear(), "weight", 0.3),
     "sparse words": lambda: Words(nn.Embedding(10, WIDTH, sparse=True)),
     "sparse bag": lambda: Words(nn.EmbeddingBag(10, WIDTH, sparse=True)),
     "group norm": lambda: nn.Sequential(linear(), nn.GroupNorm(2, WIDTH)),

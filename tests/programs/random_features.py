@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,17 @@ FREEZING = ("none", "none", "in turns", "in turns from the start", "gradually", 
 UPDATES = ("none", "none", "clamped", "average", "target", "restored")
 SCHEDULES = ("none", "in turn", "chained", "plateau", "average")
 BETWEEN = ("none", "evaluation", "loaded", "error", "new group", "other optimizer")
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adam": functools.partial(torch.optim.Adam, lr=0.02),
+    "AMSGrad": functools.partial(torch.optim.AdamW, lr=0.02, amsgrad=True, foreach=True),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.05),
+    "Adadelta": functools.partial(torch.optim.Adadelta, lr=0.5),
+    "Adamax": functools.partial(torch.optim.Adamax, lr=0.02),
+    "ASGD": functools.partial(torch.optim.ASGD, lr=0.1, t0=3),
+    "NAdam": functools.partial(torch.optim.NAdam, lr=0.02),
+    "RAdam": functools.partial(torch.optim.RAdam, lr=0.02),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01, centered=True),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ class FeatureProgram:
             passes = "one"
         # Where a normalization follows, the gradient of a bias is zero but for rounding, which
         # others make large.
-        optimizers = ("SGD", "momentum") if is_normed else ("SGD", "momentum", "Adam", "Adagrad")
+        optimizers = ("SGD", "momentum", *(() if is_normed else sorted(OPTIMIZERS)))
         return FeatureProgram(
             seed=seed,
             num_replicas=rng.choice((2, 3)),
@@ -88,10 +100,9 @@ class FeatureProgram:
 
 
 def optimizer_for(name: str, parameters: Any) -> torch.optim.Optimizer:
-    if name == "Adam":
-        return torch.optim.Adam(parameters, lr=0.02)
-    if name == "Adagrad":
-        return torch.optim.Adagrad(parameters, lr=0.05)
+    if name in OPTIMIZERS:
+        made: torch.optim.Optimizer = OPTIMIZERS[name](parameters)
+        return made
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if name == "momentum" else 0.0)
 
 

@@ -63,7 +63,7 @@ def count_messages(rank: int, size: int) -> dict[int, int]:
     store = tcp_store("10.83.0.1", 29401, SECONDS, is_master=rank == 0)
     counts = {}
     with NetworkCommunicator(store, rank, size, timeout_seconds=SECONDS) as communicator:
-        transport: Any = communicator._link._transport
+        transport: Any = communicator._link.transport
         sent: list[int] = []
         send = transport.send
 

@@ -16,11 +16,11 @@ from torch import nn
 import unisono as uo
 from unisono.engines.threads import _Board
 from unisono.engines.turns import OneByOne
+from unisono.modules import owners
+from unisono.modules.front import in_front
+from unisono.modules.once_calls import OnceOptimizer
 from unisono.sharing import LiveSet, computed_once
 from unisono.tracing.recorder import Recorder
-from unisono.variables import front
-from unisono.variables.front import Mirror, in_front, mirror_of
-from unisono.variables.once_calls import OnceOptimizer
 
 NUM_THREADS = 4
 
@@ -213,18 +213,16 @@ def test_replicas_that_look_at_an_optimizer_first_find_one_state() -> None:
             assert len(set(strategy.experimental_local_results(found))) == 1
 
 
-def test_a_module_keeps_its_mirror_when_an_earlier_one_ends() -> None:
+def test_a_module_keeps_its_strategy_when_an_earlier_entry_ends() -> None:
     with model_in(2) as (strategy, model):
-        first = mirror_of(model)
-        assert first is not None
-        # The garbage collector holds the entries of mirrors that end until all know of it.
-        held = front._mirrors[id(model)]
-        second = Mirror(first.owner, first.primary)
-        strategy.extended.mirrors.mirrors[id(model)] = second
-        del first
+        mirrors = strategy.extended.mirrors
+        # The garbage collector holds entries that end until all know of it.
+        held = owners._owners[id(model)]
+        owners.give_to(model, mirrors)
+        assert held is not owners._owners[id(model)]
+        del held
 
-        assert mirror_of(model) is second
-        assert held is not front._mirrors[id(model)]
+        assert owners.owner_of(model) is mirrors
 
 
 def test_a_module_may_be_freed_while_another_is_looked_for() -> None:
@@ -237,8 +235,7 @@ def test_a_module_may_be_freed_while_another_is_looked_for() -> None:
         with strategy.scope():
             others = [nn.Linear(2, 1) for _ in range(3)]
         strategy.run(lambda: None)
-        mirror = mirror_of(model)
-        assert mirror is not None
+        mirror = strategy.extended.mirrors.mirrors[id(model)]
         mirror.replicas = Frees(mirror.replicas)
         unknown = nn.Linear(2, 1)
 

@@ -1,19 +1,8 @@
-"""Algorithms as data: who sends what to whom, their plans, and the code that runs them."""
+"""Algorithms as data: who sends what to whom, their plans, and the code that runs them.
 
-from unisono.algorithms.rounds import (
-    Node,
-    Round,
-    Rounds,
-    Send,
-    Turn,
-    are_siblings,
-    children,
-    doubling,
-    exchange,
-    merged,
-    one_step,
-    turns_of,
-)
+Those between workers are in `unisono.algorithms.rounds`.
+"""
+
 from unisono.algorithms.schedule import (
     Combine,
     Copy,
@@ -33,25 +22,13 @@ __all__ = [
     "Combine",
     "Copy",
     "Gather",
-    "Node",
     "Plan",
-    "Round",
-    "Rounds",
     "Schedule",
-    "Send",
     "Spread",
-    "Turn",
-    "are_siblings",
-    "children",
-    "doubling",
-    "exchange",
     "make_plan",
-    "merged",
     "num_steps",
     "num_transfers",
     "one_device",
-    "one_step",
     "run",
-    "turns_of",
     "two_level",
 ]

@@ -30,15 +30,16 @@ Workers run three algorithms:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, TypeAlias
 
+from unisono.algorithms.nodes import Node, merged
+
 # Given a sender, a receiver, how often the round was run before and the number of ranks: the parts
 # that are sent.
 Parts: TypeAlias = Callable[[int, int, int, int], range]
-Node: TypeAlias = tuple[int, int]
 
 
 def the_only_part(sender: int, receiver: int, turn: int, num_ranks: int) -> range:
@@ -57,12 +58,7 @@ def part_of_sender(sender: int, receiver: int, turn: int, num_ranks: int) -> ran
 
 
 class Send(NamedTuple):
-    """Each of `senders` sends `share` of the tensor to the ranks `offsets` further on.
-
-    Attributes:
-        offsets: How much further on the receivers are.
-        share: How much each receiver gets.
-    """
+    """Each of `senders` sends `share` of the tensor to each of the ranks `offsets` further on."""
 
     senders: tuple[int, ...] | range
     offsets: range
@@ -183,33 +179,6 @@ def turns_of(
     return tuple(run.turn(rank, step) for step in range(len(run.steps)))
 
 
-def merged(nodes: Iterable[Node], num_terms: int) -> tuple[Node, ...]:
-    """Merges nodes of the tree over `num_terms` terms into as few as possible."""
-    found: list[Node] = []
-    for node in sorted(nodes, key=lambda one: (one[0], -one[1])):
-        if found and node[1] <= found[-1][1]:
-            continue
-        found.append(node)
-        while len(found) > 1 and are_siblings(found[-2], found[-1], num_terms):
-            right, left = found.pop(), found.pop()
-            found.append((left[0], right[1]))
-    return tuple(found)
-
-
-def children(node: Node) -> tuple[Node, Node]:
-    """Returns the two nodes whose sum is this node."""
-    start, stop = node
-    middle = start + (1 << ((stop - start - 1).bit_length() - 1))
-    return (start, middle), (middle, stop)
-
-
-def are_siblings(left: Node, right: Node, num_terms: int) -> bool:
-    """Whether the sum of two nodes is a node of the tree over `num_terms` terms."""
-    width = right[0] - left[0]
-    is_node = width & (width - 1) == 0 and left[0] % (2 * width) == 0
-    return left[1] == right[0] and is_node and right[1] == min(left[0] + 2 * width, num_terms)
-
-
 @dataclass(frozen=True, eq=False)
 class _Run:
     """What all ranks hold, computed on demand."""
@@ -227,32 +196,38 @@ class _Run:
         return 1 if self.root is not None else self.rounds.num_ranks * self.num_terms
 
     def turn(self, rank: int, step: int) -> Turn:
-        targets = list(self._receivers(rank, step))
+        sends, turn = self.steps[step]
+        size = self.rounds.num_ranks
+        targets = [
+            (peer, send.parts(rank, peer, turn, size))
+            for send in sends
+            if rank in send.senders
+            for peer in ((rank + offset) % size for offset in send.offsets)
+        ]
         sources = list(self._senders(rank, step))
         return Turn(
             (tuple(peer for peer, _ in targets), tuple(peer for peer, _ in sources)),
             tuple(
-                Message(peer, part, node)
+                message
                 for peer, parts in targets
-                for part in parts
-                for node in self._sent(rank, peer, part, step)
+                for message in self._sent(peer, rank, peer, parts, step)
             ),
             tuple(
-                Message(peer, part, node)
+                message
                 for peer, parts in sources
-                for part in parts
-                for node in self._sent(peer, rank, part, step)
+                for message in self._sent(peer, peer, rank, parts, step)
             ),
         )
 
-    def _sent(self, sender: int, receiver: int, part: int, step: int) -> list[Node]:
-        """Returns what the sender has of a part and the receiver lacks."""
-        there = self.held(receiver, part, step)
-        return [
-            (start, stop)
-            for start, stop in self.held(sender, part, step)
-            if not any(first <= start and stop <= last for first, last in there)
-        ]
+    def _sent(
+        self, peer: int, sender: int, receiver: int, parts: range, step: int
+    ) -> Iterator[Message]:
+        """Yields what the sender has of some parts and the receiver lacks."""
+        for part in parts:
+            there = self.held(receiver, part, step)
+            for start, stop in self.held(sender, part, step):
+                if not any(first <= start and stop <= last for first, last in there):
+                    yield Message(peer, part, (start, stop))
 
     @functools.cache  # noqa: B019
     def held(self, rank: int, part: int, step: int) -> tuple[Node, ...]:
@@ -270,14 +245,6 @@ class _Run:
             for node in self.held(peer, part, step - 1)
         ]
         return merged([*before, *come], self._total) if come else before
-
-    def _receivers(self, rank: int, step: int) -> Iterator[tuple[int, range]]:
-        sends, turn = self.steps[step]
-        size = self.rounds.num_ranks
-        for send in sends:
-            if rank in send.senders:
-                for peer in ((rank + offset) % size for offset in send.offsets):
-                    yield peer, send.parts(rank, peer, turn, size)
 
     def _senders(self, rank: int, step: int) -> Iterator[tuple[int, range]]:
         sends, turn = self.steps[step]

@@ -7,8 +7,8 @@ devices that hold no value yet, such as a separate destination.
     Spread(root, members)   the root's result is copied to the members
 
 A plan is a schedule on given memories, as copies between them and sums inside them. A place that
-gathers values keeps them as *terms* of the one tree that orders every sum (see
-`unisono.kernels.tree`). It combines terms only when they leave for another memory, or when all are
+gathers values keeps them as *nodes* of the one tree that orders every sum (see
+`unisono.kernels.tree`). It combines nodes only when they leave for another memory, or when all are
 there. So every schedule gives the same bits, places that share a memory exchange nothing, and a
 schedule inside one memory is a single sum. `run` does a plan on tensors, and only this code moves
 values between memories.
@@ -17,38 +17,28 @@ values between memories.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from unisono.algorithms.rounds import are_siblings
+from unisono.algorithms.nodes import Node, children, merged
 from unisono.kernels import divide, reduce_batch, undivided, wide_dtype
 from unisono.options import ReduceOp
 from unisono.tracing import span
 
 
 class Gather(NamedTuple):
-    """Sends the values of some devices to another one, which sums them.
-
-    Attributes:
-        root: The number of the device that receives.
-        members: The numbers of those that send.
-    """
+    """Sends the values of the places `members` to the place `root`, which sums them."""
 
     root: int
     members: tuple[int, ...]
 
 
 class Spread(NamedTuple):
-    """Sends a result from one device to others.
-
-    Attributes:
-        root: The number of the device that sends.
-        members: The numbers of those that receive.
-    """
+    """Sends a result from the place `root` to the places `members`."""
 
     root: int
     members: tuple[int, ...]
@@ -142,12 +132,9 @@ Step: TypeAlias = Copy | Combine
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps over buffers; buffer i < `num_replicas` is the value of replica i.
+    """`steps` over buffers, of which buffer i < `num_replicas` is the value of replica i.
 
-    Attributes:
-        num_replicas: The number of values that are combined.
-        steps: What to do, in order.
-        outputs: The buffer that each destination gets.
+    Each destination gets one of the buffers `outputs`.
     """
 
     num_replicas: int
@@ -164,14 +151,11 @@ class Plan:
         """Whether the plan is one sum of all values inside one memory."""
         return len(self.steps) == 1 and isinstance(self.steps[0], Combine)
 
-
-class _Term(NamedTuple):
-    """A node of the tree: the sum of replicas `start` to `stop`, in a buffer or still in parts."""
-
-    start: int
-    stop: int
-    buffer: int | None
-    parts: tuple[_Term, ...] = ()
+    def run(
+        self, op: ReduceOp, batch: Sequence[Sequence[Tensor]], places: Sequence[torch.device]
+    ) -> list[tuple[Tensor, ...]]:
+        """Reduces each item of `batch` by `op`; `places` are the torch devices of the places."""
+        return run(self, op, batch, places)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -198,13 +182,16 @@ class _Planner:
     memories: tuple[Hashable, ...]
     steps: list[Step] = field(default_factory=list)
     num_buffers: int = 0
-    # The terms that each place holds, and the result in each memory that has it.
-    held: dict[int, list[_Term]] = field(default_factory=dict)
+    # The nodes that each place holds, the buffer of each node in each memory that has it in one,
+    # and that of the result.
+    held: dict[int, list[Node]] = field(default_factory=dict)
+    buffers: dict[tuple[Hashable, Node], int] = field(default_factory=dict)
     results: dict[Hashable, int] = field(default_factory=dict)
 
     def plan(self, schedule: Schedule, destinations: tuple[int, ...]) -> Plan:
         for i in range(self.num_replicas):
-            self.held[i] = [_Term(i, i + 1, self._new_buffer())]
+            self.held[i] = [(i, i + 1)]
+            self.buffers[self.memories[i], (i, i + 1)] = self._new_buffer()
         for move in schedule:
             if isinstance(move, Gather):
                 self._gather(move)
@@ -229,45 +216,38 @@ class _Planner:
         return target
 
     def _gather(self, move: Gather) -> None:
-        """Brings the members' terms to the root, memory by memory, combined before a copy."""
-        by_memory: dict[Hashable, list[_Term]] = {}
+        """Brings the members' nodes to the root, memory by memory, combined before a copy."""
+        by_memory: dict[Hashable, list[Node]] = {}
         for member in move.members:
             by_memory.setdefault(self.memories[member], []).extend(self.held.pop(member, []))
-        at_root = self.held.setdefault(move.root, [])
-        for memory, terms in by_memory.items():
-            if memory == self.memories[move.root]:
-                at_root += terms
-                continue
-            combined = [self._combine(term) for term in self._merged(terms)]
-            at_root += [_Term(a, b, self._copy(buffer, move.root)) for a, b, buffer in combined]
+        here, at_root = self.memories[move.root], self.held.setdefault(move.root, [])
+        for memory, nodes in by_memory.items():
+            if memory != here:
+                nodes = list(merged(nodes, self.num_replicas))
+                for node, buffer in [(node, self._combine(memory, node)) for node in nodes]:
+                    self.buffers[here, node] = self._copy(buffer, move.root)
+            at_root += nodes
 
     def _finish(self, root: int) -> None:
         if root in self.held and not self.results:
-            (total,) = self._merged(self.held[root])
-            _, _, self.results[self.memories[root]] = self._combine(total)
+            (total,) = merged(self.held[root], self.num_replicas)
+            self.results[self.memories[root]] = self._combine(self.memories[root], total)
 
-    def _merged(self, terms: Iterable[_Term]) -> list[_Term]:
-        """Merges terms into as few nodes of the tree as possible."""
-        nodes: list[_Term] = []
-        for term in sorted(terms):
-            nodes.append(term)
-            while len(nodes) > 1 and are_siblings(nodes[-2][:2], nodes[-1][:2], self.num_replicas):
-                right, left = nodes.pop(), nodes.pop()
-                nodes.append(_Term(left.start, right.stop, None, (left, right)))
-        return nodes
-
-    def _combine(self, term: _Term) -> tuple[int, int, int]:
-        """Adds the steps that put `term` into one buffer."""
+    def _combine(self, memory: Hashable, node: Node) -> int:
+        """Returns the buffer of a node in a memory, after steps that combine it if need be."""
+        buffer = self.buffers.get((memory, node))
         # The value of a single replica must still be combined, to become a result.
-        if term.buffer is not None and (self.num_replicas > 1 or term.buffer > 0):
-            return term.start, term.stop, term.buffer
-        leaves = _leaves(term)
-        is_whole = len(leaves) == term.stop - term.start
-        parts = leaves if is_whole else [self._combine(part)[2] for part in term.parts]
+        if buffer is not None and (self.num_replicas > 1 or buffer > 0):
+            return buffer
+        values = [self.buffers.get((memory, (i, i + 1))) for i in range(*node)]
+        own = tuple(value for value in values if value is not None)
+        is_whole = len(own) == len(values)
+        if not is_whole:
+            own = tuple(self._combine(memory, child) for child in children(node))
         target = self._new_buffer()
-        is_result = term.stop - term.start == self.num_replicas
-        self.steps.append(Combine(tuple(parts), (target,), is_result, is_whole))
-        return term.start, term.stop, target
+        is_result = len(values) == self.num_replicas
+        self.steps.append(Combine(own, (target,), is_result, is_whole))
+        return target
 
     def _outputs(self, destinations: tuple[int, ...]) -> tuple[int, ...]:
         """Gives each destination its own buffer, so that changing one does not change another."""
@@ -287,12 +267,6 @@ class _Planner:
                 self.steps[i] = step._replace(targets=(*step.targets, target))
                 return target
         return self._copy(buffer, place)
-
-
-def _leaves(term: _Term) -> list[int]:
-    if term.buffer is not None:
-        return [term.buffer]
-    return [leaf for part in term.parts for leaf in _leaves(part)]
 
 
 def run(

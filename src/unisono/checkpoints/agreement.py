@@ -94,6 +94,8 @@ class Notice:
         self._grace = config.grace_period or 0.0
         self._previous: dict[signal.Signals, Any] = {}
         self._is_announced = None if isinstance(watcher, signal.Signals) else watcher
+        # Whether a thread must call `look` now and then.
+        self.needs_thread = self._is_announced is not None
         if threading.current_thread() is threading.main_thread():
             own = [watcher] if isinstance(watcher, signal.Signals) else []
             for number in {signal.SIGTERM, *own}:
@@ -105,11 +107,6 @@ class Notice:
                 "Make it in the main thread, or give `TerminationConfig` a "
                 "`termination_watcher_fn` that can be called."
             )
-
-    @property
-    def needs_thread(self) -> bool:
-        """Whether a thread must call `look` now and then."""
-        return self._is_announced is not None
 
     def look(self) -> None:
         """Asks the function whether the end is announced."""

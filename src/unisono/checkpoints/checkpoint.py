@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import os
@@ -21,11 +20,11 @@ from unisono.communicators.wire import read, write
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.source.random_state import random_state, set_random_state
 from unisono.reductions import Workers
-from unisono.values import flatten, map_leaves
+from unisono.values import flatten
 from unisono.variables import Variable
 from unisono.workers.connected import ConnectedWorkers
-from unisono.workers.hooking import newest_hook
-from unisono.workers.joining import elastic_job, newest_workers
+from unisono.workers.hooking import hooks
+from unisono.workers.joining import jobs, newest_workers
 
 T = TypeVar("T")
 
@@ -117,7 +116,7 @@ class Checkpoint:
                 "Make the checkpoint with the same names."
             )
         kept: Any = state.get("hooks")
-        hook = None if kept is None else newest_hook()
+        hook = None if kept is None else hooks.newest()
         if hook is not None and kept["kept_for"] != hook.kept_for:
             raise UnsupportedError(
                 f"The checkpoint holds what a communication hook kept for {kept['kept_for']}, but "
@@ -167,7 +166,7 @@ class Checkpoint:
 
 def together(work: Callable[[Workers], T]) -> T:
     """Does what all workers do together: again, if an elastic job loses one of them meanwhile."""
-    if (job := elastic_job()) is not None:
+    if (job := jobs.newest()) is not None:
         return job.transact(lambda: work(job.workers), lambda: None)
     return work(these_workers())
 
@@ -200,7 +199,7 @@ def save_together(prepare: Callable[[Workers], Callable[[], None]], what: str) -
 
 def these_workers() -> Workers:
     """Returns the workers that this process trains with; itself alone if there are no others."""
-    if (job := elastic_job()) is not None:
+    if (job := jobs.newest()) is not None:
         return job.workers
     found = newest_workers()
     return Workers() if found is None else ConnectedWorkers(found[0])
@@ -233,7 +232,7 @@ def _own(states: Sequence[dict[str, Any]], workers: Workers) -> dict[str, Any]:
 
 def _hooks_of_all(workers: Workers) -> dict[str, Any] | None:
     """Returns what the communication hook keeps for each replica, or for each worker."""
-    hook = newest_hook()
+    hook = hooks.newest()
     if hook is None:
         return None
     own: dict[int, Any] | None = None
@@ -289,17 +288,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
         found = path.stat()
         return found.st_ino, found.st_mtime_ns
     return None
-
-
-def copied_to_host(state: Any) -> Any:
-    """Returns a copy in host memory, which the training does not change."""
-
-    def copy_of(leaf: Any) -> Any:
-        return (
-            leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-        )
-
-    return map_leaves(copy_of, state)
 
 
 def _check_readable(path: Path) -> None:

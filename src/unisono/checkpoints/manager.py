@@ -15,14 +15,14 @@ from unisono.arguments import check_bool, check_instance, check_int
 from unisono.checkpoints.checkpoint import (
     UNFINISHED,
     Checkpoint,
-    copied_to_host,
     save_together,
     together,
     write_file,
 )
 from unisono.errors import UnsupportedError
+from unisono.input import copied
 from unisono.reductions import Workers
-from unisono.workers.joining import elastic_job
+from unisono.workers.joining import jobs
 
 _log = logging.getLogger("unisono")
 
@@ -100,9 +100,7 @@ class CheckpointManager:
             The name of the file.
 
         Raises:
-            UnsupportedError: If an object has a state that `torch.load` refuses without
-                `weights_only=False`.
-            CommunicationError: If the workers cannot go on together, or the chief could not write.
+            Exception: As `Checkpoint.save` does.
         """
         check_bool("background", background)
         if checkpoint_number is not None:
@@ -143,7 +141,7 @@ class CheckpointManager:
             UnsupportedError: If this worker does not see the file that the chief has found, or the
                 file does not fit; see `Checkpoint.restore`.
         """
-        if (job := elastic_job()) is not None and job.is_arriving:
+        if (job := jobs.newest()) is not None and job.is_arriving:
             return None
         self.wait()
         found = self._found()
@@ -168,7 +166,8 @@ class CheckpointManager:
             return
         # Python waits for the thread at exit.
         writer = ThreadPoolExecutor(1, thread_name_prefix="unisono checkpoint")
-        written = writer.submit(self._write, copied_to_host(state), path, start)
+        # A copy, which the training does not change.
+        written = writer.submit(self._write, copied(state, to="cpu"), path, start)
         self._pending = writer, written
         writer.shutdown(wait=False)
 

@@ -17,7 +17,7 @@ from unisono.checkpoints.manager import CheckpointManager
 from unisono.cluster import ClusterResolver, Membership
 from unisono.communicators import JobStore, TracedCommunicator
 from unisono.errors import ClusterError, UnsupportedError
-from unisono.workers.joining import elastic_job, newest_workers
+from unisono.workers.joining import jobs, newest_workers
 
 T = TypeVar("T")
 _log = logging.getLogger("unisono")
@@ -71,7 +71,7 @@ class PreemptionCheckpointHandler:
             "termination_config", termination_config, TerminationConfig, "a `TerminationConfig`"
         )
         self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
-        job = elastic_job()
+        job = jobs.newest()
         wanted = "one of `unisono.cluster_resolver`"
         check_optional("cluster_resolver", cluster_resolver, ClusterResolver, wanted)
         joined = _workers_of(cluster_resolver) if job is None else None

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from unisono.cluster.launchers import (
     NUM_WORKERS,
@@ -37,25 +36,14 @@ from unisono.cluster.slurm import SlurmClusterResolver
 _logger = logging.getLogger("unisono")
 
 
-class _Launcher(NamedTuple):
-    name: str
-    resolver: Callable[..., ClusterResolver]
-    variables: tuple[str, ...]
-    needs: str | None = None
-
-    def answers(self, environ: Mapping[str, str]) -> bool:
-        """Whether one of the variables is set, and the one needed with it."""
-        found = any(environ.get(name) for name in self.variables)
-        return found and (self.needs is None or self.needs in environ)
-
-
-_ORDER = (
-    _Launcher("TF_CONFIG", TFConfigClusterResolver, (TF_CONFIG,)),
-    _Launcher("torchrun", TorchrunClusterResolver, ("RANK", "TORCHELASTIC_RUN_ID")),
-    _Launcher("mpirun", MpiClusterResolver, ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")),
-    _Launcher("srun", SlurmClusterResolver, ("SLURM_PROCID",), "SLURM_STEP_ID"),
-    _Launcher("PMI", MpiClusterResolver, ("PMI_RANK", "PMIX_RANK")),
-    _Launcher("Kubernetes", KubernetesClusterResolver, ("JOB_COMPLETION_INDEX",), NUM_WORKERS),
+# One of the first variables must be set, and all of those that are needed with it.
+_ORDER: tuple[tuple[str, Callable[..., ClusterResolver], set[str], set[str]], ...] = (
+    ("TF_CONFIG", TFConfigClusterResolver, {TF_CONFIG}, set()),
+    ("torchrun", TorchrunClusterResolver, {"RANK", "TORCHELASTIC_RUN_ID"}, set()),
+    ("mpirun", MpiClusterResolver, {"OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"}, set()),
+    ("srun", SlurmClusterResolver, {"SLURM_PROCID"}, {"SLURM_STEP_ID"}),
+    ("PMI", MpiClusterResolver, {"PMI_RANK", "PMIX_RANK"}, set()),
+    ("Kubernetes", KubernetesClusterResolver, {"JOB_COMPLETION_INDEX"}, {NUM_WORKERS}),
 )
 
 
@@ -66,21 +54,22 @@ def detect(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     next one.
     """
     environ = os.environ if environ is None else environ
-    found = [launcher for launcher in _ORDER if launcher.answers(environ)]
+    found = [
+        (name, resolver)
+        for name, resolver, variables, needed in _ORDER
+        if any(map(environ.get, variables)) and needed <= environ.keys()
+    ]
     if not found:
         if environ.get("WORLD_SIZE"):
             # Several workers and nobody says which one this is: its error names the missing RANK.
             return TorchrunClusterResolver(environ=environ)
         _warn_of_workers_that_run_alone(environ)
         return None
-    chosen, *ignored = found
-    resolver = chosen.resolver(environ=environ)
-    if ignored:
-        others = ", ".join(launcher.name for launcher in ignored)
-        _logger.info("Found a cluster from %s; ignored: %s.", chosen.name, others)
-    else:
-        _logger.info("Found a cluster from %s.", chosen.name)
-    return resolver
+    (chosen, resolver), *others = found
+    made = resolver(environ=environ)
+    ignored = f"; ignored: {', '.join(name for name, _ in others)}" if others else ""
+    _logger.info("Found a cluster from %s%s.", chosen, ignored)
+    return made
 
 
 def _warn_of_workers_that_run_alone(environ: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from unisono.arguments import check_optional
@@ -144,14 +145,8 @@ class TFConfigClusterResolver(KnownCluster):
         except ClusterError as error:
             raise ClusterError(f"The task in TF_CONFIG is not usable. {error}") from None
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """See `ClusterResolver.master`; the `session_master` of TF_CONFIG comes first."""
-        return self._session_master or super().master(task_type, task_id, rpc_layer)
+    def _told_master(self, *task: object) -> str | None:
+        return self._session_master or None
 
 
 def tf_config_cluster(text: str | None) -> ClusterSpec:
@@ -172,31 +167,25 @@ def _parse(text: str | None) -> dict[str, Any]:
     return config
 
 
-def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = config.get(key) or {}
-    if not isinstance(found, dict):
-        raise ClusterError(
-            f"`{key}` in TF_CONFIG must be an object, as in {_EXAMPLE}; found {found!r}."
-        )
-    return found
+def _object(config: Mapping[str, Any], key: str) -> Any:
+    return _checked(key, config.get(key) or {}, dict, f"an object, as in {_EXAMPLE}")
 
 
-def _text(config: Mapping[str, Any], key: str) -> str | None:
-    found = config.get(key)
-    if found is not None and not isinstance(found, str):
-        raise ClusterError(f"`{key}` in TF_CONFIG must be a string; found {found!r}.")
+def _text(config: Mapping[str, Any], key: str) -> Any:
+    return _checked(key, config.get(key), (str, type(None)), "a string")
+
+
+def _checked(key: str, found: Any, kind: Any, wanted: str) -> Any:
+    if not isinstance(found, kind):
+        raise ClusterError(f"`{key}` in TF_CONFIG must be {wanted}; found {found!r}.")
     return found
 
 
 def _index(task: Mapping[str, Any]) -> int | None:
     found = task.get("index")
-    if found is None:
-        return None
-    try:
-        if isinstance(found, (int, str)) and not isinstance(found, bool):
-            return int(found)
-    except ValueError:
-        pass
+    with suppress(ValueError):
+        if found is None or (isinstance(found, (int, str)) and not isinstance(found, bool)):
+            return None if found is None else int(found)
     raise ClusterError(
         f"The `index` of `task` in TF_CONFIG must be a whole number; found {found!r}."
     )

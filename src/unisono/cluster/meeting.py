@@ -74,7 +74,6 @@ class WorkerCard:
         membership: Membership,
         num_devices: int,
         num_replicas: int | None = None,
-        script: str | None = None,
         tuning: str | None = None,
     ) -> WorkerCard:
         """Returns the card of this process."""
@@ -85,7 +84,7 @@ class WorkerCard:
             size=membership.size,
             num_devices=num_devices,
             num_replicas=num_replicas,
-            script=_script(sys.argv[0] if script is None else script),
+            script=_script(sys.argv[0]),
             library=_version(),
             python=".".join(platform.python_version_tuple()[:2]),
             torch=torch.__version__,
@@ -162,9 +161,7 @@ class _Meeting:
             lambda: self._all_fit() or self._count("misfits") > 0 or was_left(self._store)
         )
         if not self._all_fit():
-            self._leave(
-                self._mismatch() if self._count("misfits") else self._absence(self._missing())
-            )
+            self._leave(self._mismatch() if self._count("misfits") else self._absence())
         cards = self._store.multi_get([f"card/{rank}" for rank in range(self._card.size)])
         self._store.add("read", 1)
         if self._card.rank == 0:
@@ -188,7 +185,7 @@ class _Meeting:
     def _compare_with_rank_0(self) -> None:
         self._wait_until(lambda: self._is_there("card/0") or was_left(self._store))
         if not self._is_there("card/0"):
-            self._leave(self._absence(self._missing()))
+            self._leave(self._absence())
         self._fits = not differences([self._read("card/0"), self._card])[0]
         if self._fits:
             self._store.set(f"fits/{self._card.rank}", "")
@@ -226,11 +223,9 @@ class _Meeting:
             ranks=sorted({*ranks, *(misfit.rank for misfit, _ in taken)}),
         )
 
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(self._card.size) if not self._is_there(f"card/{rank}")]
-
-    def _absence(self, missing: list[int]) -> WorkerTimeoutError:
+    def _absence(self) -> WorkerTimeoutError:
         waited = time.monotonic() - self._start
+        missing = [rank for rank in range(self._card.size) if not self._is_there(f"card/{rank}")]
         if not missing:
             others = [rank for rank in range(self._card.size) if rank != self._card.rank]
             silent = [rank for rank in others if not self._is_there(f"fits/{rank}")]

@@ -38,6 +38,10 @@ class ClusterResolver(ABC):
         environment: A free text on where the cluster runs.
     """
 
+    # What a resolver may know from the start.
+    _launch: Launch | None = None
+    _num_accelerators: Mapping[str, int] | None = None
+
     def __init__(
         self,
         task_type: str | None = None,
@@ -70,6 +74,8 @@ class ClusterResolver(ABC):
             rpc_layer: A protocol to put before the address, as in "grpc://host:2222".
         """
         _check_task(task_type, task_id, rpc_layer)
+        if (told := self._told_master(task_type, task_id, rpc_layer)) is not None:
+            return told
         spec = self.cluster_spec()
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -78,6 +84,12 @@ class ClusterResolver(ABC):
         protocol = self.rpc_layer if rpc_layer is None else rpc_layer
         address = spec.task_address(task_type, task_id)
         return f"{protocol}://{address}" if protocol else address
+
+    def _told_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str | None:
+        """Returns what `master` does, if it does not follow from the spec."""
+        return None
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
@@ -89,9 +101,11 @@ class ClusterResolver(ABC):
             task_id: Its number there, or None.
 
         Raises:
-            ClusterError: If another task is asked for: nothing is known of it.
+            ClusterError: If another task is asked for, unless the numbers were given at the start.
         """
         _check_task(task_type, task_id)
+        if self._num_accelerators is not None:
+            return dict(self._num_accelerators)
         asked = (task_type or self.task_type, self.task_id if task_id is None else task_id)
         if asked != (self.task_type, self.task_id):
             raise ClusterError(
@@ -102,6 +116,8 @@ class ClusterResolver(ABC):
 
     def launch(self) -> Launch:
         """Returns what is known beyond the spec; by default that which the spec itself tells."""
+        if self._launch is not None:
+            return self._launch
         spec = self.cluster_spec()
         hosts: dict[tuple[str | None, int | None], str] = {
             (job, task_id): Address.parse(address).host
@@ -117,25 +133,12 @@ class ClusterResolver(ABC):
 
 
 class KnownCluster(ClusterResolver):
-    """A resolver that knows its cluster from the start, and perhaps what else there is to ask."""
+    """A resolver that knows its cluster from the start."""
 
     _spec: ClusterSpec
-    _launch: Launch | None = None
-    _num_accelerators: Mapping[str, int] | None = None
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
-
-    def launch(self) -> Launch:
-        return super().launch() if self._launch is None else self._launch
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        """See `ClusterResolver.num_accelerators`; numbers given at the start hold for all tasks."""
-        if self._num_accelerators is not None:
-            return dict(self._num_accelerators)
-        return super().num_accelerators(task_type, task_id)
 
 
 class SimpleClusterResolver(KnownCluster):
@@ -171,16 +174,10 @@ class SimpleClusterResolver(KnownCluster):
         if task_type is not None or task_id is not None:
             validate(self._spec, task_type, task_id)
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """See `ClusterResolver.master`; without a task, the `master` given at the start."""
-        if task_type is None and task_id is None and self._master:
-            return self._master
-        return super().master(task_type, task_id, rpc_layer)
+    def _told_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str | None:
+        return self._master or None if task_type is None and task_id is None else None
 
 
 class UnionClusterResolver(ClusterResolver):
@@ -194,9 +191,6 @@ class UnionClusterResolver(ClusterResolver):
         task_type: Counts instead of the task type of the first resolver.
         task_id: Counts instead of the task id of the first resolver.
         rpc_layer: Counts instead of that of the first resolver.
-
-    Raises:
-        ClusterError: If there is no resolver, or something else is given.
     """
 
     def __init__(
@@ -223,30 +217,19 @@ class UnionClusterResolver(ClusterResolver):
         self._resolvers = args
 
     def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`.
-
-        Raises:
-            ClusterError: If two resolvers give the same number to tasks of one job.
-        """
         specs = [resolver.cluster_spec() for resolver in self._resolvers]
         jobs = dict.fromkeys(job for spec in specs for job in spec.jobs)
         return ClusterSpec({job: _merged(job, specs) for job in jobs})
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """See `ClusterResolver.master`; without a task, what the first resolver returns."""
-        if task_type is None or task_id is None:
-            return self._resolvers[0].master(rpc_layer=rpc_layer)
-        return super().master(task_type, task_id, rpc_layer)
+    def _told_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str | None:
+        is_asked = task_type is not None and task_id is not None
+        return None if is_asked else self._resolvers[0].master(rpc_layer=rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """See `ClusterResolver.num_accelerators`; the first resolver says so."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
     def launch(self) -> Launch:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from unisono.cluster.launchers import LauncherVariables
 from unisono.cluster.resolver import KnownCluster, Launch
-from unisono.cluster.spec import JOBS, Address, ClusterSpec, derived_port
+from unisono.cluster.spec import Address, ClusterSpec, derived_port, validate
 from unisono.devices.machine import this_machine
 from unisono.errors import ClusterError
 
@@ -20,6 +20,7 @@ _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _COMMA = re.compile(r",(?![^\[]*\])")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_BRACKETS = re.compile(r"([^][]*)(?:\[([^][]*)\](.*))?")
 
 
 class SlurmClusterResolver(KnownCluster):
@@ -72,6 +73,7 @@ class SlurmClusterResolver(KnownCluster):
         for (name, _), address in zip(named, addresses, strict=True):
             tasks.setdefault(name, []).append(address)
         self._spec = ClusterSpec(tasks)
+        validate(self._spec, *named[rank])
         local_rank, gpus = variables.number_or(0, "SLURM_LOCALID"), None
         is_share_given = gpus_per_node is not None or gpus_per_task is not None
         if is_share_given or not auto_set_gpu:
@@ -103,9 +105,16 @@ def _hosts_by_rank(
     """The host of each task, or Nones where the way of placing them does not tell."""
     text = variables.find(*_TASKS_PER_NODE)
     placing = variables.find("SLURM_DISTRIBUTION") or "block"
-    if tasks_per_node is not None:
-        counts = _counts(hosts, tasks_per_node)
-        said = f"tasks per node {tasks_per_node!r} (`tasks_per_node`)"
+    said = f"tasks per node {tasks_per_node!r} (`tasks_per_node`)"
+    if isinstance(tasks_per_node, Mapping):
+        if set(tasks_per_node) != set(hosts):
+            raise ClusterError(
+                f"`tasks_per_node` must have a number for each of the hosts {', '.join(hosts)}; "
+                f"got {dict(tasks_per_node)}."
+            )
+        counts = [int(tasks_per_node[host]) for host in hosts]
+    elif tasks_per_node is not None:
+        counts = [int(tasks_per_node)] * len(hosts)
     elif text is None or not placing.startswith("block"):
         return [None] * size
     else:
@@ -118,17 +127,6 @@ def _hosts_by_rank(
             "allocation that set them."
         )
     return [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
-
-
-def _counts(hosts: list[str], tasks_per_node: int | Mapping[str, int]) -> list[int]:
-    if not isinstance(tasks_per_node, Mapping):
-        return [int(tasks_per_node)] * len(hosts)
-    if set(tasks_per_node) != set(hosts):
-        raise ClusterError(
-            f"`tasks_per_node` must have a number for each of the hosts {', '.join(hosts)}; got "
-            f"{dict(tasks_per_node)}."
-        )
-    return [int(tasks_per_node[host]) for host in hosts]
 
 
 def _addresses(
@@ -153,11 +151,6 @@ def _named_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, i
             f"`jobs` has {sum(counts.values())} tasks, but {size} were started. Make the numbers "
             "equal."
         )
-    unknown = [job for job in counts if job not in JOBS]
-    if unknown:
-        raise ClusterError(
-            f"The jobs of a cluster are {', '.join(JOBS)}; got {unknown[0]!r}. Use these names."
-        )
     return [(job, index) for job in sorted(counts) for index in range(counts[job])]
 
 
@@ -179,9 +172,12 @@ def _gpus_per_task(gpus_per_node: int | None, gpus_per_task: int | None, most_ta
 
 def expand_hosts(text: str) -> list[str]:
     """Returns the hosts of `node[01-03,7],login`: node01, node02, node03, node7, login."""
-    hosts = [host for part in _COMMA.split(text.strip()) for host in _expand(part, text)]
+    hosts = [host for part in _COMMA.split(text.strip()) for host in _expand(part)]
     if not all(hosts):
-        raise _unreadable_hosts(text)
+        raise ClusterError(
+            f"Cannot read the list of hosts {text!r}. Write it as SLURM does, for example "
+            "'node[01-03,7],login'."
+        )
     return hosts
 
 
@@ -199,30 +195,20 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _expand(part: str, text: str) -> list[str]:
-    """Expands the first pair of brackets, and then those that follow it."""
-    before, bracket, rest = part.partition("[")
-    if not bracket:
-        if "]" in part:
-            raise _unreadable_hosts(text)
-        return [part]
-    inside, bracket, after = rest.partition("]")
-    if not bracket:
-        raise _unreadable_hosts(text)
-    numbers = [number for piece in inside.split(",") for number in _numbers(piece, text)]
-    return [before + number + end for number in numbers for end in _expand(after, text)]
+def _expand(part: str) -> list[str]:
+    """Expands the first pair of brackets, and then those that follow it; "" is unreadable."""
+    if (found := _BRACKETS.fullmatch(part)) is None:
+        return [""]
+    before, inside, after = found.groups()
+    if inside is None:
+        return [before]
+    numbers = [number for piece in inside.split(",") for number in _numbers(piece)]
+    ends = _expand(after)
+    return [before + number + end if number else "" for number in numbers for end in ends]
 
 
-def _numbers(piece: str, text: str) -> list[str]:
-    match = _RANGE.fullmatch(piece)
-    if match is None or int(match[2] or match[1]) < int(match[1]):
-        raise _unreadable_hosts(text)
-    first, last = match[1], match[2] or match[1]
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-
-
-def _unreadable_hosts(text: str) -> ClusterError:
-    return ClusterError(
-        f"Cannot read the list of hosts {text!r}. Write it as SLURM does, for example "
-        "'node[01-03,7],login'."
-    )
+def _numbers(piece: str) -> list[str]:
+    if (found := _RANGE.fullmatch(piece)) is None:
+        return [""]
+    first, last = found[1], found[2] or found[1]
+    return [f"{one:0{len(first)}}" for one in range(int(first), int(last) + 1)] or [""]

@@ -201,36 +201,6 @@ def _check_that_addresses_differ(tasks: Mapping[str, Mapping[int, str | None]]) 
 
 def validate(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
     """Checks that the spec has known jobs and that the task is one of them."""
-    _check_jobs(spec)
-    if not spec and task_type is None and task_id is None:
-        return
-    if task_type is None or task_id is None:
-        raise ClusterError(
-            "Each process of a cluster must know which task it is, but here the task type is "
-            f"{task_type!r} and the task id {task_id!r}. Give both."
-        )
-    _check_task(spec, task_type, task_id)
-
-
-def rank_of(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> int:
-    """Returns the place of a task in the row of chief and workers; 0 for one that is alone."""
-    validate(spec, task_type, task_id)
-    if task_type == "ps":
-        raise ClusterError(
-            "A task 'ps' takes no part in synchronous training. Start no script for it, and leave "
-            "the job out of the cluster."
-        )
-    if task_type == "worker" and task_id is not None:
-        return task_id + count(spec, "chief")
-    return 0
-
-
-def count(spec: ClusterSpec, job: str) -> int:
-    """Returns how many tasks a job has, which need not be in the spec."""
-    return spec.num_tasks(job) if job in spec.jobs else 0
-
-
-def _check_jobs(spec: ClusterSpec) -> None:
     unknown = [job for job in spec.jobs if job not in JOBS]
     if unknown:
         raise ClusterError(
@@ -243,9 +213,13 @@ def _check_jobs(spec: ClusterSpec) -> None:
                 f"A cluster has at most one {job}, but the spec has {count(spec, job)}: "
                 f"{spec.job_tasks(job)}. Keep one of them."
             )
-
-
-def _check_task(spec: ClusterSpec, task_type: str, task_id: int) -> None:
+    if not spec and task_type is None and task_id is None:
+        return
+    if task_type is None or task_id is None:
+        raise ClusterError(
+            "Each process of a cluster must know which task it is, but here the task type is "
+            f"{task_type!r} and the task id {task_id!r}. Give both."
+        )
     if task_type not in JOBS:
         raise ClusterError(f"A task type is one of {', '.join(JOBS)}; got {task_type!r}.")
     if task_type not in spec.jobs and task_type != "evaluator":
@@ -269,3 +243,21 @@ def _check_task(spec: ClusterSpec, task_type: str, task_id: int) -> None:
             f"The tasks of the job {task_type!r} are numbered 0 to {num_tasks - 1}; this process "
             f"is task {task_id}. Give it one of these numbers, or add a task to the cluster."
         )
+
+
+def rank_of(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> int:
+    """Returns the place of a task in the row of chief and workers; 0 for one that is alone."""
+    validate(spec, task_type, task_id)
+    if task_type == "ps":
+        raise ClusterError(
+            "A task 'ps' takes no part in synchronous training. Start no script for it, and leave "
+            "the job out of the cluster."
+        )
+    if task_type == "worker" and task_id is not None:
+        return task_id + count(spec, "chief")
+    return 0
+
+
+def count(spec: ClusterSpec, job: str) -> int:
+    """Returns how many tasks a job has, which need not be in the spec."""
+    return spec.num_tasks(job) if job in spec.jobs else 0

@@ -9,16 +9,17 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from torch import distributed
 from torch._C._distributed_c10d import Store
 
 from unisono.cluster.membership import Membership
-from unisono.communicators import JOB_TOKEN, STORE_ERRORS, in_thread, tcp_store
+from unisono.communicators import JOB_TOKEN, STORE_ERRORS
 from unisono.communicators.greeting import RefusedError, call, has_token, job_key
 from unisono.communicators.job_store import JobStore, local_store, serve_store, store_at
 from unisono.communicators.sockets import encryption, listening, listening_everywhere
-from unisono.communicators.stores import coordinator_address
+from unisono.communicators.stores import coordinator_address, in_thread, tcp_store
 from unisono.errors import CommunicationError, JobMismatchError, WorkerTimeoutError
 
 LISTEN = "UNISONO_LISTEN"
@@ -44,14 +45,6 @@ def open_store(membership: Membership, timeout_seconds: float) -> JobStore:
     return store
 
 
-def _store_of_default_group() -> Store | None:
-    """Returns the store of the process group that the program, or Ray, has made before."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    store: Store = distributed.distributed_c10d._get_default_store()
-    return store
-
-
 class _Door:
     """Where the store of a job is, and what one must know to enter."""
 
@@ -63,7 +56,9 @@ class _Door:
         self._key = job_key(self._name)
         self._keys = encryption()
         self._host, self._port = membership.coordinator.host, membership.coordinator.port
-        group = _store_of_default_group()
+        # The program, or Ray, may have made a process group before.
+        has_group = distributed.is_available() and distributed.is_initialized()
+        group: Any = distributed.distributed_c10d._get_default_store() if has_group else None
         at = None if group is None else coordinator_address(group)
         self._group = group if at and at[1] == self._port else None
         # The port of rank 0 may be that of another store, where rank 0 says where its own is.
@@ -129,7 +124,13 @@ class _Door:
                 address = self._host, port
                 return store_at(address, call(address, self._key, rank, self._keys, self._deadline))
             except RefusedError:
-                raise self._refused() from None
+                raise JobMismatchError(
+                    f"Rank {rank} (process {os.getpid()} on {socket.gethostname()}) was refused: "
+                    f"rank 0 belongs to another job or has another {JOB_TOKEN}. Give all workers "
+                    "the same token, and check that no other job uses the address of rank 0, "
+                    f"{self._membership.coordinator}.",
+                    ranks=[rank],
+                ) from None
             except (OSError, *STORE_ERRORS) as error:
                 if time.monotonic() >= self._deadline:
                     raise self._unreachable(str(error)) from None
@@ -138,16 +139,6 @@ class _Door:
     def _of_other(self, ask: Callable[[Store], bytes | None]) -> bytes | None:
         left = max(self._deadline - time.monotonic(), _PAUSE_SECONDS)
         return in_thread(lambda: ask(self._group or tcp_store(self._host, self._port, left)), left)
-
-    def _refused(self) -> JobMismatchError:
-        rank = self._membership.rank
-        return JobMismatchError(
-            f"Rank {rank} (process {os.getpid()} on {socket.gethostname()}) was refused: rank 0 "
-            f"belongs to another job or has another {JOB_TOKEN}. Give all workers the same token, "
-            "and check that no other job uses the address of rank 0, "
-            f"{self._membership.coordinator}.",
-            ranks=[rank],
-        )
 
     def _unreachable(self, reason: str) -> WorkerTimeoutError:
         one = self._membership

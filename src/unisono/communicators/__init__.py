@@ -9,7 +9,6 @@ from unisono.communicators.communicator import (
 from unisono.communicators.connect import connect
 from unisono.communicators.delegating import TracedCommunicator
 from unisono.communicators.greeting import JOB_TOKEN
-from unisono.communicators.hosts import Layout
 from unisono.communicators.job_store import JobStore
 from unisono.communicators.nccl import gpu_identity
 from unisono.communicators.nccl_group import DTYPES as NCCL_DTYPES
@@ -21,8 +20,6 @@ from unisono.communicators.stores import (
     STORE_ERRORS,
     Countdown,
     coordinator_store,
-    in_thread,
-    tcp_store,
     translated_store_errors,
 )
 
@@ -36,7 +33,6 @@ __all__ = [
     "GraphEngine",
     "IdentityCommunicator",
     "JobStore",
-    "Layout",
     "NcclGroup",
     "Node",
     "TracedCommunicator",
@@ -45,10 +41,8 @@ __all__ = [
     "connect",
     "coordinator_store",
     "gpu_identity",
-    "in_thread",
     "nodes_of",
     "plain_terms",
     "slice_of",
-    "tcp_store",
     "translated_store_errors",
 ]

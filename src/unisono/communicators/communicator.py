@@ -53,8 +53,11 @@ class Communicator(ABC):
     Tensors are dense; an implementation says in `takes` which memories it serves.
 
     Attributes:
+        name: In words, what carries the collectives.
         timeout_seconds: How long a collective may wait for others; None if it never waits.
     """
+
+    name: str
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -62,14 +65,9 @@ class Communicator(ABC):
         self.cost: Line | None = None
         self.timeout_seconds: float | None = None
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """In words, what carries the collectives."""
-
-    @abstractmethod
     def takes(self, device: torch.device) -> bool:
-        """Returns whether tensors on `device` can be given."""
+        """Returns whether tensors on `device` can be given; those on the CPU can."""
+        return device.type == "cpu"
 
     def keeps_order(self, tensor: Tensor) -> bool:
         """Returns whether sums of tensors like this one follow the order of the whole library."""
@@ -234,12 +232,10 @@ def gather_texts(communicator: Communicator, text: str) -> list[str]:
 class IdentityCommunicator(Communicator):
     """A communicator of size one, for programs that need not know whether they are alone."""
 
+    name = "one rank alone"
+
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
-
-    @property
-    def name(self) -> str:
-        return "one rank alone"
 
     def takes(self, device: torch.device) -> bool:
         return True
@@ -247,14 +243,6 @@ class IdentityCommunicator(Communicator):
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         Header.of_terms("all_reduce", 0, op, terms, count)
         combine_into(op, terms, terms[:1], count)
-
-    def reduce_scatter(
-        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
-    ) -> Tensor:
-        Header.of_terms("reduce_scatter", 0, op, terms, count)
-        result = torch.empty_like(terms[0])
-        combine_into(op, terms, [result], count)
-        return result.view(-1)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.detach().clone()]
@@ -266,14 +254,7 @@ class IdentityCommunicator(Communicator):
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         self.check_root(root)
 
-    def barrier(self) -> None:
-        """Returns at once."""
-
-    def set_timeout(self, seconds: float) -> None:
+    def _nothing(self, seconds: float = 0.0) -> None:
         """Does nothing: there is nobody to wait for."""
 
-    def check_health(self) -> None:
-        """Returns: the one rank is alive."""
-
-    def close(self) -> None:
-        """Has nothing to give back."""
+    barrier = check_health = close = set_timeout = _nothing

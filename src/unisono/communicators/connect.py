@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from unisono.communicators.gloo import GlooMaker
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import ON_ONE_HOST, Layout, host_identity, named_globally
+from unisono.communicators.link import Part
 from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
 from unisono.communicators.nccl import NcclCommunicator, have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
@@ -76,49 +78,38 @@ def connect(
         return IdentityCommunicator()
     timeout = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     left = Countdown(timeout if joining_seconds is None else joining_seconds, least=_GRACE_SECONDS)
-    survey = _survey(store, rank, size, implementation, gpus, left.seconds())
-
-    def chosen_with(*, mpi: bool) -> Choice:
-        return choose(
-            survey.layout,
-            has_native_core=survey.has_native_core,
-            implementation=implementation,
-            is_encrypted=survey.is_encrypted,
-            has_mpi=mpi,
-            tuning=tuning,
-        )
-
-    choice = chosen_with(mpi=survey.has_mpi)
+    said = _survey(store, rank, size, implementation, gpus, left.seconds())
+    layout = Layout.of([one["host"] for one in said])
+    choice_with = functools.partial(
+        choose,
+        layout,
+        has_native_core=all(one["core"] for one in said),
+        implementation=implementation,
+        # If some rank does not encrypt, the ranks find out when they connect.
+        is_encrypted=any(one["tls"] for one in said),
+        tuning=tuning,
+    )
+    choice = choice_with(has_mpi=all(one["mpi"] for one in said))
     if choice.engine is Engine.MPI and choice.carrier in (Carrier.HIERARCHICAL, Carrier.FLAT):
         # Only now: to start MPI takes time, and all processes.
         seconds = left.seconds()
         numbers, why = mpi_ranks(PrefixStore("mpi", store), rank, size, timeout_seconds=seconds)
         if not numbers:
-            choice = chosen_with(mpi=False)
+            choice = choice_with(has_mpi=False)
             _log.warning("MPI has started this job and cannot connect its ranks: %s.", why)
-    _check_limits(survey.limits, choice)
+    _check_limits([one["limits"] for one in said], choice)
     link = _Link(store, rank, size, timeout, left, gloo, can_allocate)
-    chosen = link.connected(choice, survey.layout)
+    chosen = link.connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
     is_auto = implementation is CommunicationImplementation.AUTO
-    if implementation is CommunicationImplementation.NCCL or (is_auto and survey.has_own_gpus):
+    have_gpus = have_own_gpus([one["gpus"] for one in said])
+    if implementation is CommunicationImplementation.NCCL or (is_auto and have_gpus):
         chosen = NcclCommunicator(chosen, gpu, timeout_seconds=timeout)
     else:
         chosen.cost = choice.cost
     _log.info("Rank %d of %d talks through %s: %s.", rank, size, chosen.name, choice.why)
     return chosen
-
-
-class _Survey(NamedTuple):
-    """Where the ranks are, and what all of them have."""
-
-    layout: Layout
-    has_native_core: bool
-    has_mpi: bool
-    is_encrypted: bool
-    has_own_gpus: bool
-    limits: Sequence[Mapping[str, Any]]
 
 
 def _survey(
@@ -128,7 +119,8 @@ def _survey(
     implementation: CommunicationImplementation,
     gpus: Sequence[str],
     timeout_seconds: float,
-) -> _Survey:
+) -> list[dict[str, Any]]:
+    """Returns by rank where the ranks are, and what each has."""
     own = {
         "wanted": implementation.value,
         "host": host_identity(),
@@ -148,15 +140,7 @@ def _survey(
             "same `CommunicationOptions`.",
             odd,
         )
-    return _Survey(
-        Layout.of([one["host"] for one in said]),
-        all(one["core"] for one in said),
-        all(one["mpi"] for one in said),
-        # If some rank does not encrypt, the ranks find out when they connect.
-        any(one["tls"] for one in said),
-        have_own_gpus([one["gpus"] for one in said]),
-        [one["limits"] for one in said],
-    )
+    return said
 
 
 class _Link(NamedTuple):
@@ -171,7 +155,6 @@ class _Link(NamedTuple):
     can_allocate: bool
 
     def connected(self, choice: Choice, layout: Layout) -> Communicator:
-        """Makes what was chosen."""
         if choice.carrier is Carrier.HIERARCHICAL:
             return self._hierarchical(choice, layout)
         if choice.carrier is Carrier.FLAT:
@@ -179,7 +162,6 @@ class _Link(NamedTuple):
         return self._in_memory(self.store, self.rank, self.size, self.timeout_seconds)
 
     def _in_memory(self, store: Store, rank: int, size: int, timeout: float) -> Communicator:
-        """Shared memory between ranks of one host."""
         return SharedMemoryCommunicator(
             store,
             rank,
@@ -190,9 +172,8 @@ class _Link(NamedTuple):
         )
 
     def _over_network(
-        self, prefix: str, rank: int, size: int, choice: Choice, **part: Any
+        self, prefix: str, rank: int, size: int, choice: Choice, **options: Any
     ) -> NetworkCommunicator:
-        """An engine between ranks, which may be a part of the whole."""
         return NetworkCommunicator(
             PrefixStore(prefix, self.store),
             rank,
@@ -201,7 +182,7 @@ class _Link(NamedTuple):
             timeout_seconds=self.timeout_seconds,
             constants=choice.link,
             joining_seconds=self.left.seconds(),
-            **part,
+            **options,
         )
 
     def _hierarchical(self, choice: Choice, layout: Layout) -> Communicator:
@@ -224,10 +205,10 @@ class _Link(NamedTuple):
                 joining_seconds=self.left.seconds(),
             )
             made.callback(watch.close)
-            part = {"watch": watch, "speaks_for": layout.hosts, "ranks": peers, "group": group}
+            part = Part(watch, peers, layout.hosts, group)
             with _named_globally(peers, watch, "one on each host"):
                 prefix = f"position {position}"
-                between = self._over_network(prefix, number, len(layout.hosts), choice, **part)
+                between = self._over_network(prefix, number, len(peers), choice, part=part)
             made.pop_all()
         return HierarchicalCommunicator(
             inside, between, layout, watch, parts_bytes=choice.parts_bytes
@@ -256,11 +237,10 @@ def _own_limits(size: int) -> dict[str, Any]:
     A rank that cannot open a socket in the middle would leave the others to wait for their timeout,
     and Gloo ends a process that cannot accept a connection. So every rank says it beforehand.
     """
-    return {"files": _files_left(_most_files(size)), "room": _has_room() and _has_thread()}
+    return {"files": _files_left(_most_files(size)), "room": _has_room()}
 
 
 def _check_limits(limits: Sequence[Mapping[str, Any]], choice: Choice) -> None:
-    """Raises a `CommunicationError` that names the ranks that cannot have what it takes."""
     is_shared = choice.carrier is Carrier.SHARED_MEMORY
     needed = _FILES_FOR_SHARED_MEMORY if is_shared else _most_files(len(limits))
     if short := [rank for rank, one in enumerate(limits) if one["files"] < needed]:
@@ -287,32 +267,23 @@ def _most_files(size: int) -> int:
 def _files_left(most: int) -> int:
     """Returns how many files can be opened, or `most`."""
     opened: list[int] = []
-    try:
+    with suppress(OSError):
         opened.append(os.open("/", os.O_RDONLY))
         while len(opened) < most:
             opened.append(os.dup(opened[0]))
-    except OSError:
-        pass
-    finally:
-        for one in opened:
-            os.close(one)
+    for one in opened:
+        os.close(one)
     return len(opened)
 
 
 def _has_room() -> bool:
+    """Whether there is room for threads and messages."""
+    thread = threading.Thread(target=lambda: None, name="unisono limits", daemon=True)
     try:
         # Pages that nobody touches cost nothing.
         mmap.mmap(-1, _ROOM_BYTES, access=mmap.ACCESS_COPY).close()
-    except OSError:
-        return False
-    return True
-
-
-def _has_thread() -> bool:
-    thread = threading.Thread(target=lambda: None, name="unisono limits", daemon=True)
-    try:
         thread.start()
-    except RuntimeError:
+    except (OSError, RuntimeError):
         return False
     thread.join()
     return True

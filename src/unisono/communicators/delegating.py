@@ -17,6 +17,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _collective(name: str) -> Callable[..., Any]:
+    def collective(self: DelegatingCommunicator, *args: Any, **options: Any) -> Any:
+        return self._call(getattr(self._carrier, name), *args, **options)
+
+    # As which a trace records it.
+    collective.__name__, collective.__doc__ = name, getattr(Communicator, name).__doc__
+    return collective
+
+
+def _other(name: str) -> Callable[..., Any]:
+    def other(self: DelegatingCommunicator, *args: Any) -> Any:
+        return getattr(self._carrier, name)(*args)
+
+    other.__doc__ = getattr(Communicator, name).__doc__
+    return other
+
+
 class DelegatingCommunicator(Communicator):
     """Lets another communicator do everything. Subclasses override what they do themselves.
 
@@ -26,70 +43,41 @@ class DelegatingCommunicator(Communicator):
 
     def __init__(self, carrier: Communicator) -> None:
         super().__init__(carrier.rank, carrier.size)
+        self.name = carrier.name
         self.cost = carrier.cost
         self.timeout_seconds = carrier.timeout_seconds
         self._carrier = carrier
-
-    @property
-    def name(self) -> str:
-        return self._carrier.name
-
-    def takes(self, device: torch.device) -> bool:
-        return self._carrier.takes(device)
-
-    def keeps_order(self, tensor: Tensor) -> bool:
-        return self._carrier.keeps_order(tensor)
-
-    @property
-    def graph_engine(self) -> GraphEngine | None:
-        return self._carrier.graph_engine
 
     def _call(self, collective: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Makes a collective of the carrier. Subclasses may do something around it."""
         return collective(*args, **options)
 
-    def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        self._call(self._carrier.all_reduce, op, terms, count)
+    all_reduce = _collective("all_reduce")
+    reduce_scatter = _collective("reduce_scatter")
+    all_gather = _collective("all_gather")
+    gather = _collective("gather")
+    all_to_all = _collective("all_to_all")
+    broadcast = _collective("broadcast")
+    barrier = _collective("barrier")
 
-    def reduce_scatter(
-        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
-    ) -> Tensor:
-        return self._call(self._carrier.reduce_scatter, op, terms, count)
+    takes = _other("takes")
+    keeps_order = _other("keeps_order")
+    allocate = _other("allocate")
+    set_timeout = _other("set_timeout")
+    check_health = _other("check_health")
+    close = _other("close")
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self._call(self._carrier.all_gather, tensor)
-
-    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        return self._call(self._carrier.gather, tensor, root)
-
-    def all_to_all(self, tensor: Tensor) -> list[Tensor]:
-        return self._call(self._carrier.all_to_all, tensor)
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        self._call(self._carrier.broadcast, tensor, root)
-
-    def barrier(self) -> None:
-        self._call(self._carrier.barrier)
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        return self._carrier.allocate(num_bytes)
-
-    def set_timeout(self, seconds: float) -> None:
-        self._carrier.set_timeout(seconds)
-
-    def check_health(self) -> None:
-        self._carrier.check_health()
-
-    def close(self) -> None:
-        self._carrier.close()
+    @property
+    def graph_engine(self) -> GraphEngine | None:
+        return self._carrier.graph_engine
 
 
 class StagedCommunicator(DelegatingCommunicator):
     """Copies GPU tensors to pinned host memory, lets another communicator work, and copies back."""
 
-    @property
-    def name(self) -> str:
-        return f"{self._carrier.name}, GPU tensors through host memory"
+    def __init__(self, carrier: Communicator) -> None:
+        super().__init__(carrier)
+        self.name = f"{carrier.name}, GPU tensors through host memory"
 
     def takes(self, device: torch.device) -> bool:
         return device.type == "cuda" or self._carrier.takes(device)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.algorithms import Node, Rounds, Turn, children, turns_of
+from unisono.algorithms.nodes import Node, children
+from unisono.algorithms.rounds import Rounds, Turn, turns_of
 from unisono.communicators.communicator import slice_of
 from unisono.communicators.link import Collective, Received
 from unisono.kernels import combine_into, divide, undivided, wide_dtype
@@ -56,7 +57,7 @@ class Executor:
         own = rank * num_terms if root is None else 0
         is_empty = root not in (None, rank)
         self.own = [] if is_empty else [(own + i, own + i + 1) for i in range(num_terms)]
-        self._rooms: list[Tensor] = []
+        self.rooms: list[Tensor] = []
 
     def run(
         self,
@@ -72,7 +73,7 @@ class Executor:
             pieces: The flat terms of each piece, which may be made while others are under way.
             output: Where the result goes, if there is one piece; the first term if not given.
         """
-        under_way: list[deque[_Piece]] = [deque() for _ in self.turns]
+        under_way: list[deque[Piece]] = [deque() for _ in self.turns]
 
         def go_on(step: int, most: int) -> Iterator[Tensor]:
             while len(under_way[step]) > most:
@@ -87,7 +88,7 @@ class Executor:
 
         for terms in pieces:
             yield from go_on(0, _IN_FLIGHT - 1)
-            piece = _Piece(self, collective, op, terms, count, output)
+            piece = Piece(self, collective, op, terms, count, output)
             piece.begin(self.turns[0])
             under_way[0].append(piece)
         for step in range(len(self.turns)):
@@ -99,32 +100,42 @@ class Executor:
 
     def room(self, num_bytes: int) -> Tensor:
         """Returns memory. Fresh memory would cost as much as what is received into it."""
-        for number, room in enumerate(self._rooms):
+        for number, room in enumerate(self.rooms):
             if len(room) >= num_bytes:
-                return self._rooms.pop(number)
+                return self.rooms.pop(number)
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def give_back(self, rooms: list[Tensor]) -> None:
-        """Keeps memory for the next piece."""
-        self._rooms = (self._rooms + rooms)[-2 * _IN_FLIGHT :]
 
+class Piece:
+    """A piece of the tensors on its way through the rounds, and the sums that are made of it.
 
-class _Piece:
-    """A piece of the tensors on its way through the rounds."""
+    Args:
+        collective: Sends and receives, or notes what is to be sent and received.
+        do: Called with a function that writes into tensors, and its arguments.
+    """
 
     def __init__(
         self,
         executor: Executor,
-        collective: Collective,
+        collective: Any,
         op: ReduceOp,
         terms: Sequence[Tensor],
         count: int | None,
         output: Tensor | None,
+        do: Callable[..., Any] = lambda function, *args: function(*args),
     ) -> None:
-        self._executor = executor
-        self._collective = collective
+        length, num_parts = len(terms[0]), executor.num_parts
+        self._executor, self._collective, self._do = executor, collective, do
+        self._op, self._count, self._is_mean = undivided(op), count, op is ReduceOp.MEAN
         self._output = terms[0] if output is None else output
-        self._sums = Sums(executor, op, terms, self._output, count)
+        self._wide = wide_dtype(self._output.dtype)
+        self._all = (0, executor.num_terms)
+        self._slices = [slice_of(part, num_parts, length) for part in range(num_parts)]
+        # The sums that this rank has, by part.
+        self._held: list[dict[Node, Tensor]] = [
+            {node: term[cut] for node, term in zip(executor.own, terms, strict=False)}
+            for cut in self._slices
+        ]
         self._sent: list[Any] = []
         self._received: list[Received] = []
         self._coming: list[tuple[int, Node, Tensor]] = []
@@ -140,104 +151,66 @@ class _Piece:
             self._coming.append((part, node, room))
         given: dict[int, list[Tensor]] = {peer: [] for peer in receivers}
         for peer, part, node in turn.sends:
-            given[peer].append(self._sums.value(part, node))
+            given[peer].append(self._value(part, node))
         self._received = [self._collective.receive(*one) for one in rooms.items()]
         self._sent = [one for pair in given.items() for one in self._collective.send(*pair)]
-        self._collective.link.push()
         self._collective.meet(self._received)
 
     def end(self) -> None:
         """Waits for the messages of the round."""
         self._collective.finish(self._sent, self._received)
         for part, node, room in self._coming:
-            self._sums.held[part][node] = room
+            self._held[part][node] = room
 
     def finish(self) -> Tensor:
         """Returns the result."""
         for part in self._executor.results:
-            self._sums.value(part, self._sums.all)
-        self._executor.give_back(self._rooms)
+            self._value(part, self._all)
+        # Kept for the next piece.
+        self._executor.rooms = (self._executor.rooms + self._rooms)[-2 * _IN_FLIGHT :]
         return self._output
 
-    def _rooms_for(self, turn: Turn) -> Iterator[Tensor]:
+    def _rooms_for(self, turn: Turn) -> list[Tensor]:
         """Makes rooms for what is received: results where they belong, the rest together."""
-        sums = self._sums
-        sizes = [sums.num_bytes(part, node) for _, part, node in turn.receives]
+        nodes = [(part, node) for _, part, node in turn.receives]
+        sizes = [0 if node == self._all else self._num_bytes(part, node) for part, node in nodes]
         # Each begins at a whole number.
-        sizes = [
-            0 if node == sums.all else -(-size // 16) * 16
-            for size, (_, _, node) in zip(sizes, turn.receives, strict=True)
+        rounded = [-(-size // 16) * 16 for size in sizes]
+        raw = torch.empty(0, dtype=torch.uint8)
+        if total := sum(rounded):
+            raw = self._executor.room(total)
+            self._rooms.append(raw)
+        return [
+            self._output[self._slices[part]]
+            if node == self._all
+            else room[:size].view(self._dtype(node))
+            for (part, node), size, room in zip(
+                nodes, sizes, raw[:total].split(rounded), strict=True
+            )
         ]
-        if total := sum(sizes):
-            self._rooms.append(self._executor.room(total))
-        start = 0
-        for (_, part, node), num_bytes in zip(turn.receives, sizes, strict=True):
-            if node == sums.all:
-                yield self._output[sums.slices[part]]
-            elif num_bytes == 0:
-                yield self._output[:0]
-            else:
-                raw = self._rooms[-1][start : start + sums.num_bytes(part, node)]
-                start += num_bytes
-                yield raw.view(sums.dtype(node))
 
-
-class Sums:
-    """The sums that a rank has of one piece, and how others are made of them.
-
-    Args:
-        do: Called with a function that writes into tensors, and its arguments.
-
-    Attributes:
-        held: What this rank has, by part.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        op: ReduceOp,
-        terms: Sequence[Tensor],
-        output: Tensor,
-        count: int | None,
-        do: Callable[..., Any] = lambda function, *args: function(*args),
-    ) -> None:
-        length, num_parts = len(terms[0]), executor.num_parts
-        self.slices = [slice_of(part, num_parts, length) for part in range(num_parts)]
-        self.held: list[dict[Node, Tensor]] = [
-            {node: term[cut] for node, term in zip(executor.own, terms, strict=False)}
-            for cut in self.slices
-        ]
-        self.all = (0, executor.num_terms)
-        self._op = undivided(op)
-        self._is_mean = op is ReduceOp.MEAN
-        self._count = count
-        self._output = output
-        self._wide = wide_dtype(output.dtype)
-        self._do = do
-
-    def dtype(self, node: Node) -> torch.dtype:
+    def _dtype(self, node: Node) -> torch.dtype:
         """Returns what a node travels as: a sum is wide until it is whole."""
-        is_raw = node[1] - node[0] == 1 or node == self.all
+        is_raw = node[1] - node[0] == 1 or node == self._all
         return self._output.dtype if is_raw else self._wide
 
-    def num_bytes(self, part: int, node: Node) -> int:
-        """Returns how much a node takes."""
-        length: int = self.slices[part].stop - self.slices[part].start
-        return length * self.dtype(node).itemsize
+    def _num_bytes(self, part: int, node: Node) -> int:
+        length: int = self._slices[part].stop - self._slices[part].start
+        return length * self._dtype(node).itemsize
 
-    def value(self, part: int, node: Node) -> Tensor:
+    def _value(self, part: int, node: Node) -> Tensor:
         """Returns the sum of the terms of a node, which is worked out if it is not there."""
-        held = self.held[part]
+        held = self._held[part]
         if node not in held:
             start, stop = node
             leaves = [(one, one + 1) for one in range(start, stop)]
             inner = [held[leaf] for leaf in leaves if leaf in held]
             is_whole = len(inner) == len(leaves)
-            if node == self.all:
-                held[node] = self._output[self.slices[part]]
+            if node == self._all:
+                held[node] = self._output[self._slices[part]]
                 self._combine_all(inner if is_whole else None, part, held[node])
             else:
-                terms = inner if is_whole else [self.value(part, one) for one in children(node)]
+                terms = inner if is_whole else [self._value(part, one) for one in children(node)]
                 held[node] = torch.empty(len(terms[0]), dtype=self._wide)
                 self._do(combine_into, self._op, self._widened(terms), [held[node]], None)
         return held[node]
@@ -247,11 +220,11 @@ class Sums:
             op = ReduceOp.MEAN if self._is_mean else self._op
             self._do(combine_into, op, terms, [output], self._count)
             return
-        halves = self._widened([self.value(part, one) for one in children(self.all)])
+        halves = self._widened([self._value(part, one) for one in children(self._all)])
         total = torch.empty_like(halves[0])
         self._do(combine_into, self._op, halves, [total], None)
         if self._is_mean:
-            self._do(_divide_into, total, self._count or self.all[1], output)
+            self._do(_divide_into, total, self._count or self._all[1], output)
         else:
             self._do(Tensor.copy_, output, total)
 

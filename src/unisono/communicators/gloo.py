@@ -8,18 +8,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.gloo_calls import receive
 from unisono.communicators.hosts import own_address
-from unisono.communicators.stores import Countdown, connected, have_come
+from unisono.communicators.stores import Countdown, connected, have_come, in_background
 from unisono.errors import UnsupportedError
 
 # The watch gives up before Gloo does, and can say for whom it has waited.
@@ -82,7 +83,6 @@ class _Attempts(NamedTuple):
     left: Countdown
 
     def make(self, is_over: threading.Event) -> Any:
-        """Returns a group that connects all ranks."""
         began, number = time.monotonic(), 0
         while True:
             passed = time.monotonic() - began
@@ -151,7 +151,18 @@ def _device(address: str) -> Any:
     """
     key = _key(address)
     if (device := _devices.get(key)) is None:
-        device = _devices[key] = _make_device(address)
+        group: Any = distributed.ProcessGroupGloo
+        try:
+            device = _devices[key] = group.create_device(hostname=address)
+        except RuntimeError as error:
+            if (transport := key[-1]) is None:
+                raise
+            raise UnsupportedError(
+                f"GLOO_DEVICE_TRANSPORT is {transport!r}, which Gloo in torch {torch.__version__} "
+                f"could not open ({str(error).splitlines()[0]}). TCP_TLS needs a torch that was "
+                "built with USE_GLOO_WITH_OPENSSL, and files for key, certificate and authority. "
+                "Unset it to send unencrypted."
+            ) from error
     return device
 
 
@@ -159,20 +170,27 @@ def _key(address: str) -> tuple[int, str, str | None]:
     return os.getpid(), address, os.environ.get("GLOO_DEVICE_TRANSPORT")
 
 
-def _make_device(address: str) -> Any:
-    group: Any = distributed.ProcessGroupGloo
+def send(group: Any, data: Tensor, rank: int, tag: int) -> Any:
+    """Begins to send, and returns the work of Gloo."""
+    return _unseen(group.send, data, rank, tag)
+
+
+def receive(group: Any, room: Tensor, rank: int, tag: int) -> Any:
+    """Begins to receive, and returns the work of Gloo."""
+    return _unseen(group.recv, room, rank, tag)
+
+
+def _unseen(call: Any, tensor: Tensor, rank: int, tag: int) -> Any:
+    # The profiler would be told at the end of a message, which may come long after the profiler has
+    # ended. That crashes the process.
+    is_watched = _profiler_enabled()
+    if is_watched:
+        _enable_record_function(False)  # noqa: FBT003
     try:
-        return group.create_device(hostname=address)
-    except RuntimeError as error:
-        transport = os.environ.get("GLOO_DEVICE_TRANSPORT")
-        if transport is None:
-            raise
-        raise UnsupportedError(
-            f"GLOO_DEVICE_TRANSPORT is {transport!r}, which Gloo in torch {torch.__version__} "
-            f"could not open ({str(error).splitlines()[0]}). TCP_TLS needs a torch that was built "
-            "with USE_GLOO_WITH_OPENSSL, and files for key, certificate and authority. Unset it to "
-            "send unencrypted."
-        ) from error
+        return call([tensor], rank, tag)
+    finally:
+        if is_watched:
+            _enable_record_function(True)  # noqa: FBT003
 
 
 def keep_for(group: Any, needed: Iterable[Any]) -> None:
@@ -200,19 +218,13 @@ def have_left(sent: Sequence[Any], seconds: float, check: Callable[[], None]) ->
     """
     if not sent:
         return True
-    deadline, has_left = time.monotonic() + seconds, threading.Event()
 
-    def wait() -> None:
-        with suppress(RuntimeError):
-            for work in sent:
-                work.wait(timedelta(seconds=seconds))
-            has_left.set()
+    def end() -> None:
+        for work in sent:
+            work.wait(timedelta(seconds=seconds))
 
-    thread = threading.Thread(target=wait, name="unisono gloo end", daemon=True)
-    thread.start()
-    thread.join(_PAUSE_SECONDS)
+    left, ended = Countdown(seconds), in_background(end, "unisono gloo end")
     with suppress(RuntimeError):
-        while thread.is_alive() and time.monotonic() < deadline:
+        while not wait([ended], _PAUSE_SECONDS).done and not left.is_over():
             check()
-            thread.join(_PAUSE_SECONDS)
-    return has_left.is_set()
+    return ended.done() and ended.exception() is None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.communicators.gloo_calls import receive
+from unisono.communicators.gloo import receive
 
 # A message is short if it is no longer than this, and one that is received if its room is not.
 SHORT_BYTES = 72 << 10

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.communicators.gloo_calls import receive, send
+from unisono.communicators.gloo import receive, send
 from unisono.communicators.gloo_memory import (
     COPIED_BYTES,
     MARK,

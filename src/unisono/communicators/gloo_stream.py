@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.communicators.gloo import keep_for
-from unisono.communicators.gloo_calls import receive, send
+from unisono.communicators.gloo import keep_for, receive, send
 from unisono.communicators.gloo_memory import Closed, Room, packed
 
 # High, because programs that send through the same group use low ones.

@@ -28,20 +28,21 @@ class GlooTransport(Transport):
     whether they have come.
 
     Args:
-        group: Made by `make_gloo_group`. After a failure its connections are broken.
+        group: After a failure its connections are broken.
         timeout_seconds: How long to wait at the end for what was sent to leave.
         ranks: The ranks of the group that this transport connects, in order; all if not given.
     """
 
+    name = "Gloo"
+    packed_bytes = SHORT_BYTES - HEADER_BYTES
+    tagged_bytes = TAGGED_BYTES
+
     def __init__(
         self, group: Any, timeout_seconds: float, ranks: Sequence[int] | None = None
     ) -> None:
-        self.name = "Gloo"
         ranks = range(group.size()) if ranks is None else ranks
         self.rank = ranks.index(group.rank())
         self.size = len(ranks)
-        self.packed_bytes = SHORT_BYTES - HEADER_BYTES
-        self.tagged_bytes = TAGGED_BYTES
         self._timeout_seconds = timeout_seconds
         self._group = group
         self._peers = {

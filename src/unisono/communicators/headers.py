@@ -26,11 +26,8 @@ class Header:
     """A collective as one rank calls it.
 
     Attributes:
-        kind: The name of the method.
         sequence: How many collectives this rank has called, with this one.
         dtype: Without "torch.".
-        terms: How many tensors this rank brings.
-        root: The rank that everything comes from or goes to.
         count: What a sum is divided by.
     """
 
@@ -49,13 +46,13 @@ class Header:
     ) -> Header:
         """Describes a reduction, after a look at whether its terms can be reduced."""
         check_terms(kind, op, terms)
-        first = terms[0]
-        return cls(kind, sequence, op, _name(first), tuple(first.shape), len(terms), None, count)
+        dtype, shape = _name(terms[0].dtype), tuple(terms[0].shape)
+        return cls(kind, sequence, op, dtype, shape, len(terms), None, count)
 
     @classmethod
     def of_tensor(cls, kind: str, sequence: int, tensor: Tensor, root: int | None = None) -> Header:
         """Describes a collective that moves tensors as they are."""
-        return cls(kind, sequence, None, _name(tensor), tuple(tensor.shape), 1, root)
+        return cls(kind, sequence, None, _name(tensor.dtype), tuple(tensor.shape), 1, root)
 
     def agrees_with(self, other: Header) -> bool:
         """Whether the ranks that call these two can go on together."""
@@ -142,12 +139,8 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _name(tensor: Tensor) -> str:
-    return _name_of(tensor.dtype)
-
-
 @functools.cache
-def _name_of(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

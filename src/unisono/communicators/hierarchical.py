@@ -48,6 +48,7 @@ class HierarchicalCommunicator(Communicator):
     ) -> None:
         assert layout.is_regular, f"hosts must have ranks alike, got {layout}"
         super().__init__(layout.hosts[between.rank][inside.rank], layout.size)
+        self.name = f"{inside.name} inside {len(layout.hosts)} hosts, {between.name} between them"
         self.timeout_seconds = between.timeout_seconds
         self._inside = inside
         self._between = between
@@ -55,16 +56,6 @@ class HierarchicalCommunicator(Communicator):
         self._watch = watch
         self._parts_bytes = parts_bytes
         self._sequence = 0
-
-    @property
-    def name(self) -> str:
-        return (
-            f"{self._inside.name} inside {len(self._layout.hosts)} hosts, {self._between.name} "
-            "between them"
-        )
-
-    def takes(self, device: torch.device) -> bool:
-        return self._inside.takes(device) and self._between.takes(device)
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         self._reduce("all_reduce", op, terms, count)
@@ -183,7 +174,6 @@ class HierarchicalCommunicator(Communicator):
             self._inside.barrier()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Returns bytes from which collectives inside a host need not copy."""
         return self._inside.allocate(num_bytes)
 
     def set_timeout(self, seconds: float) -> None:
@@ -214,15 +204,14 @@ class HierarchicalCommunicator(Communicator):
                     self._check(header, self._inside.lead(header.encode()))
                 yield
             except CommunicationError as error:
-                raise self._given_up(error) from error
-
-    def _given_up(self, error: CommunicationError) -> CommunicationError:
-        """Leaves the other ranks after an error, and returns the error of all."""
-        # Told before the others see this rank leave, so that they know why.
-        known = self._watch.published(self._named_globally(error))
-        self._inside.close()
-        self._between.close()
-        return known
+                # What `between` raises has gone through the watch, which knows all ranks.
+                is_known = error is self._watch.failure
+                here = self._layout.hosts[self._between.rank]
+                # Told before the others see this rank leave, so that they know why.
+                known = self._watch.published(error if is_known else named_globally(error, here))
+                self._inside.close()
+                self._between.close()
+                raise known from error
 
     def _check(self, header: Header, encoded: Sequence[bytes] | None) -> None:
         """Raises unless the ranks of this host call the same; None says that they do."""
@@ -232,12 +221,6 @@ class HierarchicalCommunicator(Communicator):
             check_encoded(header, encoded, self._layout.hosts[self._between.rank])
         except UnequalCollectivesError as error:
             raise self._watch.published(error) from None
-
-    def _named_globally(self, error: CommunicationError) -> CommunicationError:
-        # What `between` raises has gone through the watch, which knows the ranks of all hosts.
-        if error is self._watch.failure:
-            return error
-        return named_globally(error, self._layout.hosts[self._between.rank])
 
 
 def _chunk_length(term: Tensor) -> int:

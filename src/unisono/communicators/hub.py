@@ -42,7 +42,7 @@ from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutErr
 # How long to wait for ranks to tell what they do, before an error says it of all.
 _ANSWER_SECONDS = 2.0
 # How a rank has ended, in words.
-_CLOSED, _ENDED, _CUT_OFF = "has closed its communicator", "has ended", "cannot be reached"
+CLOSED, ENDED, _CUT_OFF = "has closed its communicator", "has ended", "cannot be reached"
 _NO_WAY = (
     errno.ETIMEDOUT,
     errno.EHOSTUNREACH,
@@ -146,7 +146,7 @@ class Hub:
         elif kind == "asks":
             self._say_whether_all_are_well(rank)
         elif kind == "goodbye":
-            one.end = _CLOSED
+            one.end = CLOSED
             self._look_for_leavers()
         # What was sent before it was asked for is no answer.
         if kind in ("does", "knows", "goodbye"):
@@ -155,7 +155,7 @@ class Hub:
     def _ended(self, rank: int, error: OSError | None) -> None:
         one = self._ranks[rank]
         if not one.end:
-            one.end = _CUT_OFF if is_unreachable(error) else _ENDED
+            one.end = _CUT_OFF if is_unreachable(error) else ENDED
             # A rank that waits for a process that has ended finds its connection broken. One that
             # only ends without a goodbye, after the last collective, is no failure.
             if one.end == _CUT_OFF:
@@ -207,12 +207,12 @@ class Hub:
 
     def _gone(self) -> list[int]:
         """Returns the ranks that have ended without a goodbye."""
-        return [rank for rank, one in self._ranks.items() if one.end in (_ENDED, _CUT_OFF)]
+        return [rank for rank, one in self._ranks.items() if one.end in (ENDED, _CUT_OFF)]
 
     def _closed_before(self, sequence: int) -> list[int]:
         """Returns the ranks that have closed before collective number `sequence`."""
         ranks = self._ranks.items()
-        return [rank for rank, one in ranks if one.end == _CLOSED and one.sequence < sequence]
+        return [rank for rank, one in ranks if one.end == CLOSED and one.sequence < sequence]
 
     def _look_for_leavers(self) -> None:
         """Finds ranks that have closed before a collective for which another waits."""
@@ -266,13 +266,12 @@ class Hub:
         return self._ranks[rank].end or silent or broken
 
     def _what_all_do(self) -> str:
-        doing = "; ".join(f"rank {rank}: {self._doing(rank)}" for rank in self._ranks)
+        doing = "; ".join(
+            f"rank {rank}: {in_words(one.sequence, one.collective)}"
+            + (" (does not answer now)" if rank in self._unanswered else "")
+            for rank, one in self._ranks.items()
+        )
         return f"Last heard: {doing}. "
-
-    def _doing(self, rank: int) -> str:
-        one = self._ranks[rank]
-        told = in_words(one.sequence, one.collective)
-        return told + (" (does not answer now)" if rank in self._unanswered else "")
 
 
 def in_words(sequence: int, collective: str | None) -> str:

@@ -23,17 +23,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
-from unisono.communicators.greeting import (
-    Greeted,
-    Guest,
-    Reception,
-    RefusedError,
-    Steps,
-    finish,
-    receive,
-    send,
-    welcome,
-)
+from unisono.communicators import greeting
 from unisono.communicators.sockets import Encryption, close_in_children
 
 _FRAME = struct.Struct("!I32s")
@@ -102,7 +92,6 @@ class JobStore(Store):
         return None not in self.look(keys)
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key, and returns whether it was there."""
         return bool(self._ask("delete", key))
 
     # The name by which torch calls it.
@@ -148,7 +137,7 @@ class _Server:
         self.table = _Table()
         self._key = key
         self._keys = keys
-        self._reception = Reception(listener, self._steps)
+        self._reception = greeting.Reception(listener, self._steps)
         self._wake, self._bell = socket.socketpair()
         close_in_children(self._bell)
         self._reception.wake_with(self._wake)
@@ -171,11 +160,11 @@ class _Server:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _steps(self, guest: Guest) -> Steps[None]:
+    def _steps(self, guest: greeting.Guest) -> greeting.Steps[None]:
         address = guest.socket.getpeername()[0]
         try:
-            greeted = yield from welcome(guest, self._key, self._keys)
-        except RefusedError as error:
+            greeted = yield from greeting.welcome(guest, self._key, self._keys)
+        except greeting.RefusedError as error:
             _log.warning(
                 "A process at %s, rank %d by its own account, was refused.", address, error.rank
             )
@@ -193,20 +182,20 @@ class _Server:
 class _Messages:
     """Messages in JSON on a connection that was greeted, each with an HMAC."""
 
-    def __init__(self, greeted: Greeted, *, is_caller: bool) -> None:
+    def __init__(self, greeted: greeting.Greeted, *, is_caller: bool) -> None:
         self.socket, _, self._key = greeted
         self._ways = (b">", b"<") if is_caller else (b"<", b">")
         self._counts = [0, 0]
 
-    def send(self, message: Any) -> Steps[None]:
+    def send(self, message: Any) -> greeting.Steps[None]:
         body = json.dumps(message).encode()
-        yield from send(self.socket, _FRAME.pack(len(body), self._proof(0, body)) + body)
+        yield from greeting.send(self.socket, _FRAME.pack(len(body), self._proof(0, body)) + body)
 
-    def receive(self) -> Steps[Any]:
-        length, proof = _FRAME.unpack((yield from receive(self.socket, _FRAME.size)))
+    def receive(self) -> greeting.Steps[Any]:
+        length, proof = _FRAME.unpack((yield from greeting.receive(self.socket, _FRAME.size)))
         if length > _MAX_BYTES:
             raise ConnectionError(f"it sent {length} bytes")
-        body = yield from receive(self.socket, length)
+        body = yield from greeting.receive(self.socket, length)
         if not hmac.compare_digest(proof, self._proof(1, body)):
             raise ConnectionError("somebody has changed what it sent")
         return json.loads(body)
@@ -215,38 +204,6 @@ class _Messages:
         self._counts[way] += 1
         counted = self._ways[way] + struct.pack("!Q", self._counts[way]) + body
         return hmac.digest(self._key, counted, "sha256")
-
-
-class _Client:
-    """A connection to the server, which threads share."""
-
-    def __init__(self, greeted: Greeted) -> None:
-        self._messages = _Messages(greeted, is_caller=True)
-        self._lock = threading.Lock()
-
-    def ask(self, question: list[Any], deadline: float) -> Any:
-        start = time.monotonic()
-        with self._lock:
-            try:
-                return finish(self._exchanged(question), self._messages.socket, deadline)
-            except TimeoutError:
-                self.close()
-                waited = time.monotonic() - start
-                raise DistStoreError(f"Rank 0 has not answered for {waited:.1f} s.") from None
-            except OSError as error:
-                self.close()
-                raise DistNetworkError(f"The connection to rank 0 broke: {error}.") from None
-            except BaseException:
-                # An answer that nobody waits for would be taken for that to the next question.
-                self.close()
-                raise
-
-    def _exchanged(self, question: list[Any]) -> Steps[Any]:
-        yield from self._messages.send(question)
-        return (yield from self._messages.receive())
-
-    def close(self) -> None:
-        self._messages.socket.close()
 
 
 def local_store() -> JobStore:
@@ -264,7 +221,27 @@ def serve_store(
     return JobStore(host, port, lambda question, _: server.table.answer(question), server.close)
 
 
-def store_at(address: tuple[str, int], greeted: Greeted) -> JobStore:
-    """Returns the store at the other end of a connection."""
-    client = _Client(greeted)
-    return JobStore(*address, client.ask, client.close)
+def store_at(address: tuple[str, int], greeted: greeting.Greeted) -> JobStore:
+    """Returns the store at the other end of a connection, which threads share."""
+    messages, lock = _Messages(greeted, is_caller=True), threading.Lock()
+
+    def exchanged(question: list[Any]) -> greeting.Steps[Any]:
+        yield from messages.send(question)
+        return (yield from messages.receive())
+
+    def ask(question: list[Any], deadline: float) -> Any:
+        start = time.monotonic()
+        with lock:
+            try:
+                return greeting.finish(exchanged(question), messages.socket, deadline)
+            except BaseException as error:
+                # An answer that nobody waits for would be taken for that to the next question.
+                messages.socket.close()
+                if isinstance(error, TimeoutError):
+                    waited = f"Rank 0 has not answered for {time.monotonic() - start:.1f} s."
+                    raise DistStoreError(waited) from None
+                if isinstance(error, OSError):
+                    raise DistNetworkError(f"The connection to rank 0 broke: {error}.") from None
+                raise
+
+    return JobStore(*address, ask, messages.socket.close)

@@ -17,22 +17,13 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from unisono.communicators import greeting
 from unisono.communicators.connection import Connection
-from unisono.communicators.greeting import (
-    JOB_TOKEN,
-    Guest,
-    Reception,
-    RefusedError,
-    Steps,
-    call,
-    job_key,
-    welcome,
-)
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hosts import own_address
 from unisono.communicators.mesh import Mesh
 from unisono.communicators.sockets import encryption, keep_alive, listening
-from unisono.communicators.stores import say_to_all
+from unisono.communicators.stores import Countdown, say_to_all
 from unisono.errors import JobMismatchError, UnsupportedError, WorkerLostError, WorkerTimeoutError
 
 
@@ -76,7 +67,7 @@ class _Party:
         self._rank = rank
         self._size = size
         self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
+        self._left = Countdown(seconds)
         self._keys = encryption()
         self._secret = secrets.token_hex(16)
         self._sockets: dict[int, socket.socket] = {}
@@ -88,7 +79,14 @@ class _Party:
         self._missing = set(callers)
         place = self._store, self._rank, self._size
         address = own_address(*place, timeout_seconds=self._seconds)
-        with _listening(address) as listener:
+        try:
+            found = listening(address, 0)
+        except OSError as error:
+            raise UnsupportedError(
+                f"{address!r} is not an address of this host that others can connect to ({error}). "
+                "Give one in the cluster, or name the network in GLOO_SOCKET_IFNAME."
+            ) from error
+        with found as listener:
             port, is_encrypted = listener.getsockname()[1], bool(self._keys)
             own = _Invitation(address, port, self._secret, is_encrypted)
             invitations = self._invitations(own)
@@ -108,7 +106,7 @@ class _Party:
             self._rank,
             self._size,
             json.dumps(own),
-            timeout_seconds=max(0.0, self._deadline - time.monotonic()),
+            timeout_seconds=self._left.seconds(),
         )
         invitations = [_Invitation(*json.loads(text)) for text in said]
         if odd := [r for r, one in enumerate(invitations) if one.is_encrypted != own.is_encrypted]:
@@ -126,18 +124,19 @@ class _Party:
         address, port, secret, _ = invitation
         rank = self._rank
         try:
-            key = job_key(secret)
-            return call((address, port), key, rank, self._keys, self._deadline).socket
+            key = greeting.job_key(secret)
+            deadline = time.monotonic() + self._left.seconds()
+            return greeting.call((address, port), key, rank, self._keys, deadline).socket
         except TimeoutError as error:
             raise WorkerTimeoutError(
                 f"Rank {rank} waited {self._seconds:g} s for rank {peer} to answer at "
                 f"{address}:{port}. Check its log, the network and the firewall.",
                 [peer],
             ) from error
-        except RefusedError as error:
+        except greeting.RefusedError as error:
             raise JobMismatchError(
-                f"Rank {rank} was refused by rank {peer}, which has another {JOB_TOKEN}. Give all "
-                "workers the same one.",
+                f"Rank {rank} was refused by rank {peer}, which has another "
+                f"{greeting.JOB_TOKEN}. Give all workers the same one.",
                 [peer],
             ) from error
         except OSError as error:
@@ -148,20 +147,25 @@ class _Party:
             ) from error
 
     def _await_callers(self, listener: socket.socket) -> None:
-        """Returns when all ranks that call this one have done so."""
-        reception = Reception(listener, self._steps)
+        reception = greeting.Reception(listener, self._steps)
         try:
             while self._missing:
-                left = self._deadline - time.monotonic()
-                if left <= 0:
-                    raise self._late()
-                reception.turn(left)
+                if self._left.is_over():
+                    late = sorted(self._missing)
+                    raise WorkerTimeoutError(
+                        f"Rank {self._rank} waited {self._seconds:g} s for {ranks_in_words(late)} "
+                        f"of {self._size} to connect. All ranks had announced themselves before."
+                        f"{self._refused} Check the logs of the missing ranks, the network and the "
+                        "firewall.",
+                        late,
+                    )
+                reception.turn(self._left.seconds())
         finally:
             reception.close()
 
-    def _steps(self, guest: Guest) -> Steps[None]:
+    def _steps(self, guest: greeting.Guest) -> greeting.Steps[None]:
         try:
-            greeted = yield from welcome(guest, job_key(self._secret), self._keys)
+            greeted = yield from greeting.welcome(guest, greeting.job_key(self._secret), self._keys)
         except OSError as error:
             self._refused = f" Somebody called and was refused: {error}."
             return
@@ -170,22 +174,3 @@ class _Party:
             guest.is_kept = True
             self._missing.discard(greeted.rank)
             self._sockets[greeted.rank] = greeted.socket
-
-    def _late(self) -> WorkerTimeoutError:
-        late = sorted(self._missing)
-        return WorkerTimeoutError(
-            f"Rank {self._rank} waited {self._seconds:g} s for {ranks_in_words(late)} of "
-            f"{self._size} to connect. All ranks had announced themselves before.{self._refused} "
-            "Check the logs of the missing ranks, the network and the firewall.",
-            late,
-        )
-
-
-def _listening(address: str) -> socket.socket:
-    try:
-        return listening(address, 0)
-    except OSError as error:
-        raise UnsupportedError(
-            f"{address!r} is not an address of this host that others can connect to ({error}). "
-            "Give one in the cluster, or name the network in GLOO_SOCKET_IFNAME."
-        ) from error

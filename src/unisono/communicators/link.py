@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,35 +28,41 @@ _ALL_PACKED_BYTES = 16 << 20
 _LEAST_PACKED_BYTES = 64 << 10
 
 
-class Link:
-    """What a transport can do, with headers and with errors that name the ranks at fault.
+class Part(NamedTuple):
+    """The ranks of a transport, which may be some of those of a watch.
 
-    Args:
-        speaks_for: For each rank of the transport, the ranks of the whole that call what it calls.
-        ranks: The numbers that the watch has for the ranks of the transport.
+    Attributes:
+        ranks: The numbers that the watch has for them.
+        speaks_for: For each of them, the ranks that call what it calls.
+        group: A Gloo group of all ranks of the watch, if there is one.
     """
+
+    watch: Watch
+    ranks: Sequence[int]
+    speaks_for: Sequence[Sequence[int]]
+    group: Any = None
+
+
+class Link:
+    """What a transport can do, with headers and with errors that name the ranks at fault."""
 
     def __init__(
         self,
         transport: Transport,
-        watch: Watch,
+        part: Part,
         *,
         owns_watch: bool,
-        speaks_for: Sequence[Sequence[int]] | None = None,
-        ranks: Sequence[int] | None = None,
         packed_bytes: int | None = None,
     ) -> None:
-        self.name = transport.name
         self.rank = transport.rank
         self.size = transport.size
-        self.watch = watch
+        self.watch = watch = part.watch
         self.sequence = 0
         if packed_bytes is None:
             packed_bytes = max(_ALL_PACKED_BYTES // self.size, _LEAST_PACKED_BYTES)
         self._packed_bytes = min(transport.packed_bytes, packed_bytes)
-        self._speaks_for = speaks_for or [[one] for one in range(self.size)]
-        self._ranks = ranks or range(self.size)
-        self._transport = transport
+        self._part = part
+        self.transport = transport
         self._owns_watch = owns_watch
         self._rooms: dict[int, Tensor] = {}
         self._end = weakref.finalize(self, _end, transport, watch, owns_watch=owns_watch)
@@ -73,7 +79,11 @@ class Link:
         with self.watch.collective(header) if self._owns_watch else self.watch.published_errors():
             # Ranks of a part send what was called on the whole, of which the part may not see all.
             called = header if self._owns_watch else self.watch.doing or header
-            yield Collective(self, called)
+            try:
+                yield Collective(self, called)
+            except BrokenConnectionError as error:
+                peer = None if error.peer is None else self._part.ranks[error.peer]
+                raise self.watch.broken(peer, str(error)) from error
 
     def is_packed(self, num_bytes: int) -> bool:
         """Whether so many bytes travel in one message with a header."""
@@ -81,7 +91,7 @@ class Link:
 
     def is_tagged(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors can begin to be received before the header has come."""
-        return all(tensor.nbytes < self._transport.tagged_bytes for tensor in tensors)
+        return all(tensor.nbytes < self.transport.tagged_bytes for tensor in tensors)
 
     def room_of(self, peer: int) -> Tensor:
         """Returns the room for the first message of a peer, whatever it calls."""
@@ -90,53 +100,31 @@ class Link:
             self._rooms[peer] = torch.empty(num_bytes, dtype=torch.uint8)
         return self._rooms[peer]
 
-    def send(self, peer: int, data: Tensor) -> Any:
-        """Begins to send bytes, at least one."""
-        try:
-            return self._transport.send(peer, data)
-        except BrokenConnectionError as error:
-            raise self._named_globally(error) from error
-
-    def receive(self, peer: int, room: Tensor) -> Any:
-        """Begins to receive bytes, at least one."""
-        try:
-            return self._transport.receive(peer, room)
-        except BrokenConnectionError as error:
-            raise self._named_globally(error) from error
-
     def wait(self, messages: Sequence[Any]) -> None:
         """Returns when `messages` are done."""
-        try:
-            self.watch.wait(partial(self._transport.progress, messages), self._awaited)
-        except BrokenConnectionError as error:
-            raise self._named_globally(error) from error
+        self.watch.wait(partial(self.transport.progress, messages), self._awaited)
 
     def push(self) -> None:
         """Lets what was begun be on its way while this rank does something else."""
-        try:
-            self._transport.progress((), 0.0)
-        except BrokenConnectionError as error:
-            raise self._named_globally(error) from error
+        self.transport.progress((), 0.0)
 
     def check(self, headers: Mapping[int, Header]) -> None:
         """Raises unless the headers, by rank, are those of one collective."""
-        check_agreement({r: one for rank, one in headers.items() for r in self._speaks_for[rank]})
+        check_agreement(
+            {r: one for rank, one in headers.items() for r in self._part.speaks_for[rank]}
+        )
 
     def set_timeout(self, seconds: float) -> None:
         """Sets how long to wait for other ranks."""
         self.watch.timeout_seconds = seconds
-        self._transport.set_timeout(seconds)
+        self.transport.set_timeout(seconds)
 
     def close(self) -> None:
         """Ends connections and threads. May be called twice."""
         self._end()
 
-    def _named_globally(self, error: BrokenConnectionError) -> CommunicationError:
-        peer = None if error.peer is None else self._ranks[error.peer]
-        return self.watch.broken(peer, str(error))
-
     def _awaited(self) -> list[int]:
-        return [self._ranks[rank] for rank in self._transport.awaited()]
+        return [self._part.ranks[rank] for rank in self.transport.awaited()]
 
 
 class Collective:
@@ -160,7 +148,7 @@ class Collective:
             data = [torch.cat(data)] if len(data) > 1 else data
         elif prefix is not None:
             data = [prefix, *data]
-        return [self.link.send(peer, one) for one in data]
+        return [self.link.transport.send(peer, one) for one in data]
 
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> Received:
         """Begins to receive what a peer sends in the same way, into `tensors`."""
@@ -168,20 +156,24 @@ class Collective:
         if peer not in self._awaited:
             self._awaited.add(peer)
             room = self.link.room_of(peer)
-            first = Received(peer, list(tensors), room, [self.link.receive(peer, room)])
+            first = Received(peer, list(tensors), room, [self.link.transport.receive(peer, room)])
             if not self.link.is_packed(num_bytes) and self.link.is_tagged(tensors):
                 first.rest = self._receive_into(peer, tensors)
             return first
         if len(tensors) > 1 and self.link.is_packed(num_bytes) and num_bytes:
             room = torch.empty(num_bytes, dtype=torch.uint8)
-            return Received(peer, list(tensors), room, [self.link.receive(peer, room)])
+            return Received(peer, list(tensors), room, [self.link.transport.receive(peer, room)])
         return Received(peer, list(tensors), None, self._receive_into(peer, tensors))
 
     def _receive_into(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
-        return [self.link.receive(peer, as_bytes(one)) for one in tensors if one.numel()]
+        return [self.link.transport.receive(peer, as_bytes(one)) for one in tensors if one.numel()]
 
     def meet(self, received: Sequence[Received]) -> None:
-        """Waits for headers before which nothing else can be received from a peer."""
+        """Waits for headers before which nothing else can be received from a peer.
+
+        What was begun is on its way while this rank does something else.
+        """
+        self.link.push()
         if not self.link.is_tagged([tensor for one in received for tensor in one.tensors]):
             self._meet(received)
 

@@ -14,18 +14,17 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from unisono.communicators.connection import Connection, Message
-from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError, Transport
+from unisono.communicators.transport import BrokenConnectionError, Transport
 
 
 class Mesh(Transport):
     """Connections of one rank to all others."""
 
+    name = "TCP"
+
     def __init__(self, rank: int, connections: Mapping[int, Connection]) -> None:
-        self.name = "TCP"
         self.rank = rank
         self.size = len(connections) + 1
-        self.packed_bytes = PACKED_BYTES
-        self.tagged_bytes = 0
         self._connections = connections
 
     def send(self, peer: int, data: Tensor) -> Message:

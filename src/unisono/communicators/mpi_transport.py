@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.communicators.mpi import import_mpi
-from unisono.communicators.mpi_progress import Progress
-from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError, Transport, pause
+from unisono.communicators.mpi import Progress, import_mpi
+from unisono.communicators.transport import BrokenConnectionError, Transport, pause
 
 _TAG = 1
 # A pause is never longer than this: MPI moves large messages only while it is asked.
@@ -42,12 +41,11 @@ _progress = Progress(_call_mpi)
 class MpiTransport(Transport):
     """Messages through MPI."""
 
+    name = "MPI"
+
     def __init__(self, comm: Any, timeout_seconds: float) -> None:
-        self.name = "MPI"
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        self.packed_bytes = PACKED_BYTES
-        self.tagged_bytes = 0
         self._timeout_seconds = timeout_seconds
         self._mpi = import_mpi()
         self._comm = comm
@@ -75,7 +73,6 @@ class MpiTransport(Transport):
         return request
 
     def progress(self, messages: Sequence[Any], seconds: float) -> bool:
-        """Asks MPI until `messages` are done or the time is over; returns whether they are."""
         start = time.monotonic()
         while True:
             if self._comm is None:

@@ -32,16 +32,8 @@ class NcclCommunicator(DelegatingCommunicator):
     from those of other communicators; they are the same on all ranks. Sums of half precision are
     rounded at every step. What NCCL has no number for goes through `on_host`.
 
-    Every rank has one GPU here; tensors on another one are copied there.
-
-    Args:
-        on_host: Connects the same ranks.
-        gpu: The GPU of this rank; the current one if not given.
-        timeout_seconds: How long a collective may wait for other ranks.
-
-    Attributes:
-        is_captured: Whether collectives become a part of a CUDA graph now. Those of all ranks do,
-            or none.
+    Every rank has one GPU here, the current one if `gpu` is not given; tensors on another one are
+    copied there.
     """
 
     is_captured = False
@@ -59,6 +51,7 @@ class NcclCommunicator(DelegatingCommunicator):
                 f"sees {torch.cuda.device_count()} GPUs. Use the implementation AUTO or RING."
             )
         super().__init__(on_host)
+        self.name = f"NCCL for GPU tensors, {on_host.name} for others"
         self.cost = _USUAL
         self.timeout_seconds = self._timeout_seconds = timeout_seconds
         self._gpu = gpu or torch.device("cuda", torch.cuda.current_device())
@@ -69,10 +62,6 @@ class NcclCommunicator(DelegatingCommunicator):
         self._waits_for: object = "nothing"
         self._deadline = self._next_look = 0.0
         self._first_sign: float | None = None
-
-    @property
-    def name(self) -> str:
-        return f"NCCL for GPU tensors, {self._carrier.name} for others"
 
     @property
     def graph_engine(self) -> GraphEngine | None:

@@ -131,36 +131,34 @@ class NcclGroup:
 
     def all_reduce(self, op: ReduceOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Combines contiguous tensors, one per GPU, on the current streams. It has no mean."""
-        what = "start an all-reduce"
+        start = _library().ncclAllReduce
+        self._start("start an all-reduce", start, inputs, outputs, _OPS[op])
+
+    def broadcast(self, data: Tensor, root: int) -> None:
+        """Overwrites contiguous bytes on the one GPU of this process with those of `root`."""
+        self._start("start a broadcast", _library().ncclBroadcast, [data], [data], root)
+
+    def _start(
+        self,
+        what: str,
+        start: Callable[..., int],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        number: int,
+    ) -> None:
         with _launched_together(what):
             for given, output in zip(inputs, outputs, strict=True):
                 gpu = given.device.index
-                code = _library().ncclAllReduce(
+                code = start(
                     given.data_ptr(),
                     output.data_ptr(),
                     given.numel(),
                     DTYPES[given.dtype],
-                    _OPS[op],
+                    number,
                     self._communicators[gpu],
                     raw_stream(gpu),
                 )
                 _check(code, f"{what} on GPU {gpu}")
-        self._settle(what)
-
-    def broadcast(self, data: Tensor, root: int) -> None:
-        """Overwrites contiguous bytes on the one GPU of this process with those of `root`."""
-        what, gpu = "start a broadcast", data.device.index
-        with _launched_together(what):
-            code = _library().ncclBroadcast(
-                data.data_ptr(),
-                data.data_ptr(),
-                data.numel(),
-                DTYPES[torch.uint8],
-                root,
-                self._communicators[gpu],
-                raw_stream(gpu),
-            )
-            _check(code, f"{what} on GPU {gpu}")
         self._settle(what)
 
     def check(self) -> None:

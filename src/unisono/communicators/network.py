@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.algorithms import Rounds, exchange
+from unisono.algorithms.rounds import Rounds, exchange
 from unisono.communicators.choice import Engine
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.executor import Executor, pieces_of
@@ -27,13 +27,13 @@ from unisono.communicators.gloo import GlooMaker, make_gloo_group
 from unisono.communicators.gloo_transport import GlooTransport
 from unisono.communicators.headers import Header
 from unisono.communicators.joining import join_mesh
-from unisono.communicators.link import Collective, Link
+from unisono.communicators.link import Collective, Link, Part
 from unisono.communicators.mpi import make_mpi_communicator
 from unisono.communicators.mpi_transport import MpiTransport
 from unisono.communicators.plan import Plan
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown
 from unisono.communicators.transport import Transport
-from unisono.communicators.watch import Watch, make_watch
+from unisono.communicators.watch import make_watch
 from unisono.costs import SMALL_BYTES, USUAL_LINK, fastest_flat, rounds_of
 from unisono.costs import Link as Constants
 from unisono.options import ReduceOp
@@ -43,12 +43,8 @@ class NetworkCommunicator(Communicator):
     """Collectives in host memory, over a transport.
 
     Args:
-        speaks_for: For each rank of this part, those of the larger communicator that have agreed
-            with it on what they call.
-        ranks: For each rank of this part, its number in the larger communicator.
-        group: With `watch`, a Gloo group of all ranks of the larger communicator.
-        gloo: Without `watch`, returns a Gloo group of all ranks; made if not given. Its argument
-            raises if a rank is lost.
+        part: Where these ranks are some of a larger communicator, which has a watch over all.
+        gloo: See `connect`.
     """
 
     def __init__(
@@ -59,55 +55,35 @@ class NetworkCommunicator(Communicator):
         *,
         backend: str = "gloo",
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        watch: Watch | None = None,
-        speaks_for: Sequence[Sequence[int]] | None = None,
-        ranks: Sequence[int] | None = None,
+        part: Part | None = None,
         packed_bytes: int | None = None,
         constants: Constants = USUAL_LINK,
         joining_seconds: float | None = None,
-        group: Any = None,
         gloo: GlooMaker | None = None,
     ) -> None:
         super().__init__(rank, size)
         self.timeout_seconds = timeout_seconds
         self._constants = constants
         left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
+        owns_watch, engine = part is None, Engine(backend)
         with ExitStack() as stack:
-            own_watch = watch
-            if own_watch is None:
-                own_watch, group = make_watch(
+            if part is None:
+                watch, group = make_watch(
                     PrefixStore("watch", store),
                     rank,
                     size,
-                    gloo if backend == "gloo" else None,
+                    gloo if engine is Engine.GLOO else None,
                     timeout_seconds=timeout_seconds,
                     joining_seconds=left.seconds(),
                 )
-                stack.callback(own_watch.close)
-            seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
-            transport: Transport
-            if group is not None:
-                transport = GlooTransport(group, timeout_seconds, ranks)
-            else:
-                transport = _make_transport(store, rank, size, Engine(backend), own_watch, seconds)
+                stack.callback(watch.close)
+                part = Part(watch, range(size), [[one] for one in range(size)], group)
+            transport = _make_transport(store, rank, size, engine, part, left.seconds())
             stack.pop_all()
-        self._link = Link(
-            transport,
-            own_watch,
-            owns_watch=watch is None,
-            speaks_for=speaks_for,
-            ranks=ranks,
-            packed_bytes=packed_bytes,
-        )
+        self._link = Link(transport, part, owns_watch=owns_watch, packed_bytes=packed_bytes)
+        self.name = transport.name
         self._executor = functools.lru_cache(maxsize=64)(self._make_executor)
         self._plan = functools.lru_cache(maxsize=32)(self._make_plan)
-
-    @property
-    def name(self) -> str:
-        return self._link.name
-
-    def takes(self, device: torch.device) -> bool:
-        return device.type == "cpu"
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         header = Header.of_terms("all_reduce", self._next(), op, terms, count)
@@ -120,10 +96,9 @@ class NetworkCommunicator(Communicator):
                     plan.run(collective, flat)
                 return
         name = fastest_flat(self.size, num_bytes, self._constants)
-        pieces = pieces_of(flat, self.size) if name == "exchange" else [flat]
-        if self.size == 2:
-            # Two ranks swap all they have, which is as much as parts and sums, in one step.
-            name, pieces = "one step", pieces_of(flat, self.size)
+        # Two ranks swap all they have, which is as much as parts and sums, in one step.
+        is_large = name == "exchange" or self.size == 2
+        pieces = pieces_of(flat, self.size) if is_large else [flat]
         with self._link.collective(header) as collective:
             self._executor(name, len(flat)).run_all(collective, op, pieces, count)
 
@@ -207,7 +182,6 @@ class NetworkCommunicator(Communicator):
         with self._link.collective(Header.of_tensor("all_to_all", self._next(), own)) as collective:
             received = [collective.receive(peer, [found[peer]]) for peer in peers]
             sent = [one for peer in peers for one in collective.send(peer, [parts[peer]])]
-            collective.link.push()
             collective.meet(received)
             collective.finish(sent, received)
         found[self.rank].copy_(parts[self.rank])
@@ -230,8 +204,8 @@ class NetworkCommunicator(Communicator):
     ) -> Plan:
         dtype, length, num_terms = like
         num_bytes = num_terms * length * dtype.itemsize
-        name = "one step" if self.size == 2 else fastest_flat(self.size, num_bytes, self._constants)
-        return Plan(self._executor(name, num_terms), self._link, op, like, count)
+        name = fastest_flat(self.size, num_bytes, self._constants)
+        return Plan(self._make_executor(name, num_terms), self._link, op, like, count)
 
     def _make_executor(self, name: str, num_terms: int, root: int | None = None) -> Executor:
         if name == "reduce_scatter":
@@ -242,12 +216,16 @@ class NetworkCommunicator(Communicator):
 
 
 def _make_transport(
-    store: Store, rank: int, size: int, engine: Engine, watch: Watch, seconds: Any
+    store: Store, rank: int, size: int, engine: Engine, part: Part, joining_seconds: float
 ) -> Transport:
+    seconds = part.watch.timeout_seconds
     if engine is Engine.MPI:
-        comm = make_mpi_communicator(store, rank, size, timeout_seconds=seconds["joining_seconds"])
-        return MpiTransport(comm, watch.timeout_seconds)
+        comm = make_mpi_communicator(store, rank, size, timeout_seconds=joining_seconds)
+        return MpiTransport(comm, seconds)
+    both: Any = {"timeout_seconds": seconds, "joining_seconds": joining_seconds}
     if engine is Engine.TCP:
-        return join_mesh(store, rank, size, **seconds)
-    group = make_gloo_group(store, rank, size, check_health=watch.check_health, **seconds)
-    return GlooTransport(group, watch.timeout_seconds)
+        return join_mesh(store, rank, size, **both)
+    if part.group is not None:
+        return GlooTransport(part.group, seconds, part.ranks)
+    group = make_gloo_group(store, rank, size, check_health=part.watch.check_health, **both)
+    return GlooTransport(group, seconds)

@@ -14,7 +14,6 @@ to all others. So every layout gives the bits of one rank with all replicas.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.algorithms import are_siblings, merged
+from unisono.algorithms.nodes import are_siblings, merged
 from unisono.communicators.communicator import Communicator, as_bytes, slice_of
 from unisono.communicators.headers import HEADER_BYTES, Header, check_gathered
 from unisono.costs import SMALL_BYTES
@@ -70,12 +69,15 @@ def all_reduce_nodes(
         communicator.all_reduce(op, [total], count)
         flat[0].copy_(total)
         return
-    finish = functools.partial(_finished, op, every, count, terms[0].dtype)
+
+    def finish(found: list[Tensor]) -> Tensor:
+        total = _combined(op, found, every, every[-1].stop)
+        return total.to(terms[0].dtype) if count is None else divide(total, count, terms[0].dtype)
+
     if len(every) * flat[0].nbytes <= SMALL_BYTES:
         message = torch.cat([header.as_tensor().to(flat[0].device), *map(as_bytes, flat)])
-        flat[0].copy_(
-            finish(_opened(header, communicator.all_gather(message), flat[0].dtype, nodes))
-        )
+        gathered = communicator.all_gather(message)
+        flat[0].copy_(finish(_opened(header, gathered, flat[0].dtype, nodes)))
         return
     parts = _exchanged(communicator, header, flat, nodes)
     torch.cat(communicator.all_gather(finish(parts)), out=flat[0])
@@ -116,13 +118,6 @@ def _opened(
         for message, own in zip(messages, nodes, strict=True)
         for term in message[HEADER_BYTES:].view(dtype).chunk(len(own))
     ]
-
-
-def _finished(
-    op: ReduceOp, nodes: Sequence[Node], count: int | None, dtype: torch.dtype, terms: list[Tensor]
-) -> Tensor:
-    total = _combined(op, terms, nodes, nodes[-1].stop)
-    return total.to(dtype) if count is None else divide(total, count, dtype)
 
 
 def _combined(

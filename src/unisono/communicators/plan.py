@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.algorithms import Turn
 from unisono.communicators.communicator import as_bytes
-from unisono.communicators.executor import Executor, Sums
+from unisono.communicators.executor import Executor, Piece
 from unisono.communicators.headers import HEADER_BYTES
 from unisono.communicators.link import Collective, Link
 from unisono.options import ReduceOp
@@ -30,6 +29,10 @@ class _Message:
     peer: int
     data: Tensor
     header: memoryview | None = None
+
+    @property
+    def content(self) -> Tensor:
+        return self.data[0 if self.header is None else HEADER_BYTES :]
 
 
 @dataclass
@@ -57,16 +60,20 @@ class Plan:
         self._terms = [torch.empty(length, dtype=dtype) for _ in range(num_terms)]
         self._output = torch.empty(length, dtype=dtype)
         self._rounds = [_Round()]
-        self._sums = Sums(executor, op, self._terms, self._output, count, self._add)
         self._known: tuple[set[int], set[int]] = (set(), set())
-        self.is_small = all(self._prepare(turn) for turn in executor.turns)
-        if self.is_small:
-            for part in executor.results:
-                self._sums.value(part, self._sums.all)
+        self.is_small = True
+        piece = Piece(executor, self, op, self._terms, count, self._output, self._add)
+        for turn in executor.turns:
+            piece.begin(turn)
+            piece.end()
+        piece.finish()
+        if not self.is_small:
+            self._rounds.clear()
 
     def run(self, collective: Collective, terms: Sequence[Tensor]) -> None:
         """Combines `terms` of all ranks into the first one."""
         header, link = collective.encoded, self._link
+        transport = link.transport
         for own, term in zip(self._terms, terms, strict=True):
             own.copy_(term)
         for one in self._rounds:
@@ -75,8 +82,8 @@ class Plan:
             for message in one.sends:
                 if message.header is not None:
                     message.header[:] = header
-            received = [link.receive(message.peer, message.data) for message in one.receives]
-            sent = [link.send(message.peer, message.data) for message in one.sends]
+            received = [transport.receive(message.peer, message.data) for message in one.receives]
+            sent = [transport.send(message.peer, message.data) for message in one.sends]
             if received:
                 link.wait(received)
             heads = ((one.peer, one.header) for one in one.receives if one.header is not None)
@@ -88,39 +95,36 @@ class Plan:
     def _add(self, *step: Any) -> None:
         self._rounds[-1].steps.append((step[0], step[1:]))
 
-    def _prepare(self, turn: Turn) -> bool:
-        """Prepares a round; returns whether each of its messages is small."""
-        now, then = self._rounds[-1], _Round()
-        sums, slices = self._sums, self._sums.slices
-        receivers, senders = turn.peers
-        for peer in receivers:
-            given = [sums.value(part, node) for to, part, node in turn.sends if to == peer]
-            data = [as_bytes(tensor) for tensor in given if tensor.numel()]
-            message = self._message(peer, sum(map(len, data)), is_sent=True)
-            if message is None:
-                return False
-            rest = message.data[0 if message.header is None else HEADER_BYTES :]
-            for raw, place in zip(data, rest.split([len(raw) for raw in data]), strict=True):
+    # What a piece does with a collective.
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
+        """Notes that a peer gets tensors, which are copied into one message."""
+        data = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
+        if message := self._message(peer, sum(map(len, data)), is_sent=True):
+            sizes = [len(raw) for raw in data]
+            for raw, place in zip(data, message.content.split(sizes), strict=True):
                 self._add(Tensor.copy_, place, raw)
-            now.sends.append(message)
-        self._rounds.append(then)
-        for peer in senders:
-            wanted = [(part, node) for of, part, node in turn.receives if of == peer]
-            sizes = [sums.num_bytes(*one) for one in wanted]
-            message = self._message(peer, sum(sizes), is_sent=False)
-            if message is None:
-                return False
-            start = 0 if message.header is None else HEADER_BYTES
-            for (part, node), num_bytes in zip(wanted, sizes, strict=True):
-                length = slices[part].stop - slices[part].start
-                room = torch.empty(length, dtype=sums.dtype(node))
-                if node == sums.all:
-                    room = self._output[slices[part]]
-                self._add(Tensor.copy_, as_bytes(room), message.data[start : start + num_bytes])
-                sums.held[part][node] = room
-                start += num_bytes
-            now.receives.append(message)
-        return True
+            self._rounds[-1].sends.append(message)
+        return []
+
+    def receive(self, peer: int, tensors: Sequence[Tensor]) -> Any:
+        """Notes that a peer sends tensors, and returns them with the message that they come in."""
+        message = self._message(peer, sum(tensor.nbytes for tensor in tensors), is_sent=False)
+        if message:
+            self._rounds[-1].receives.append(message)
+        return message, tensors
+
+    def meet(self, received: Any) -> None:
+        """Does nothing: each round waits for its messages."""
+
+    def finish(self, sent: Any, received: Sequence[Any]) -> None:
+        """Notes that tensors are taken out of messages, with which the next round begins."""
+        self._rounds.append(_Round())
+        for message, tensors in received:
+            sizes = [tensor.nbytes for tensor in tensors]
+            parts = message.content[: sum(sizes)].split(sizes) if message else ()
+            for tensor, part in zip(tensors, parts, strict=False):
+                self._add(Tensor.copy_, as_bytes(tensor), part)
 
     def _message(self, peer: int, num_bytes: int, *, is_sent: bool) -> _Message | None:
         """Makes room for a message, with a header if it is the first. None if it is not small."""
@@ -128,6 +132,7 @@ class Plan:
         is_first = peer not in known
         known.add(peer)
         if not self._link.is_packed(num_bytes) or not (is_first or num_bytes):
+            self.is_small = False
             return None
         if not is_first:
             return _Message(peer, torch.empty(num_bytes, dtype=torch.uint8))

@@ -14,8 +14,8 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -28,25 +28,14 @@ _LOOK_SECONDS = 0.5
 _SECRET_BYTES = 32
 
 
-class _Memory(Protocol):
-    def check_health(self) -> None: ...
-
-    def fail(self, kind: str, text: str, ranks: Sequence[int]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-_T = TypeVar("_T", bound=_Memory)
-
-
 def share_memory(
     store: Store,
     rank: int,
     size: int,
     seconds: float,
     create: Callable[[], int],
-    enter: Callable[[int], _T],
-) -> _T:
+    enter: Callable[[int], Any],
+) -> Any:
     """Returns what `enter` makes of the memory that rank 0 creates, when all ranks have entered.
 
     Raises:
@@ -56,7 +45,7 @@ def share_memory(
     # Ranks that counted differently would map more memory than there is.
     key = f"memory of {size} ranks"
     door: _Door | None = None
-    entered: _T | None = None
+    entered: Any = None
     failure = ""
     try:
         if rank == 0:
@@ -64,7 +53,9 @@ def share_memory(
             entered = enter(fd)
             door = _Door(fd, size - 1)
             store.set(key, f"{door.address} {door.secret}")
-        elif invitation := _invitation(store, key, rank, left):
+        elif not have_come(store, [key], left.seconds()):
+            raise _no_answer(rank)
+        elif invitation := store.get(key).decode():
             entered = enter(_descriptor(invitation, rank, left))
     except OSError as error:
         failure = (
@@ -103,8 +94,7 @@ def share_memory(
         raise
     finally:
         if door is not None:
-            door.close()
-    assert entered is not None
+            door.reception.close()
     return entered
 
 
@@ -119,13 +109,13 @@ class _Door:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"\0{self.address}")
         listener.listen(num_guests + 128)
-        self._reception = Reception(listener, self._steps)
+        self.reception = Reception(listener, self._steps)
 
     def open(self, seconds: float) -> None:
         """Hands the memory out until all guests have it, at most so long."""
         left = Countdown(seconds)
         while self._num_guests and not left.is_over():
-            self._reception.turn(left.seconds())
+            self.reception.turn(left.seconds())
 
     def _steps(self, guest: Guest) -> Steps[None]:
         guest.socket.settimeout(0)
@@ -135,16 +125,6 @@ class _Door:
             if hmac.compare_digest(said, self.secret.encode()):
                 socket.send_fds(guest.socket, [b"!"], [self._fd])
                 self._num_guests -= 1
-
-    def close(self) -> None:
-        self._reception.close()
-
-
-def _invitation(store: Store, key: str, rank: int, left: Countdown) -> str:
-    """Returns what rank 0 has left under the key."""
-    if not have_come(store, [key], left.seconds()):
-        raise _no_answer(rank)
-    return store.get(key).decode()
 
 
 def _descriptor(invitation: str, rank: int, left: Countdown) -> int:

@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class SharedMemoryCommunicator(Communicator):
             file descriptor where the ranks can see each other in `/proc`.
     """
 
+    name = "shared memory"
+
     def __init__(
         self,
         store: Store,
@@ -77,7 +79,7 @@ class SharedMemoryCommunicator(Communicator):
         super().__init__(rank, size)
         self.timeout_seconds = self._timeout_seconds = timeout_seconds
         self._is_full = not can_allocate
-        self._group = share_memory(
+        self._group: SharedGroup = share_memory(
             store,
             rank,
             size,
@@ -104,13 +106,6 @@ class SharedMemoryCommunicator(Communicator):
             timeout_seconds=self._timeout_seconds,
         )
 
-    @property
-    def name(self) -> str:
-        return "shared memory"
-
-    def takes(self, device: torch.device) -> bool:
-        return device.type == "cpu"
-
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         if self._all_reduce(op, terms, count) is not None:
             total = self._combine(op, terms, count)
@@ -125,15 +120,15 @@ class SharedMemoryCommunicator(Communicator):
         return self._own_part(self._combine(op, terms, count))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        tensors = self._gather(tensor, None)
-        assert tensors is not None
-        return tensors
+        gathered: list[Tensor] = self._gather(tensor, None)
+        return gathered
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
         self.check_root(root)
-        return self._gather(tensor, root)
+        gathered: list[Tensor] | None = self._gather(tensor, root)
+        return gathered
 
-    def _gather(self, tensor: Tensor, root: int | None) -> list[Tensor] | None:
+    def _gather(self, tensor: Tensor, root: int | None) -> Any:
         tensors = self._group.gather(tensor, root)
         if isinstance(tensors, str):
             tensors = self._group.gather(_plain(tensor), root)

@@ -11,8 +11,6 @@ from torch import Tensor
 from unisono.system import give_way
 
 PACKED_BYTES = 512 << 10
-
-
 # A rank that looks by itself whether something has come only gives way to others for so long. A
 # rank that sleeps comes back 60 us too late.
 _YIELD_SECONDS = 200e-6
@@ -59,8 +57,8 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-    packed_bytes: int
-    tagged_bytes: int
+    packed_bytes: int = PACKED_BYTES
+    tagged_bytes: int = 0
 
     def send(self, peer: int, data: Tensor) -> Any:
         """Begins to send bytes, at least one, and returns the message."""

@@ -16,11 +16,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from unisono.communicators import hub
 from unisono.communicators.gloo import GlooMaker
 from unisono.communicators.gloo_stream import GlooStream
 from unisono.communicators.headers import Header
 from unisono.communicators.hosts import host_identity
-from unisono.communicators.hub import Hub, error_of, in_words, is_unreachable, lost, timed_out
 from unisono.communicators.joining import join_star
 from unisono.communicators.lines import Lines, Stream
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
@@ -44,7 +44,7 @@ class Watch:
         may_leave: Whether a rank may close this before the others do.
 
     Attributes:
-        doing: The collective that this rank is in, or None.
+        doing: The collective that this rank is in.
         sequence: The number of the last collective that this rank has begun.
     """
 
@@ -83,10 +83,10 @@ class Watch:
         )
         self._say: Callable[..., None]
         if rank == 0:
-            hub = Hub(sockets, self._heard, may_leave=may_leave)
-            self._say = hub.hear
-            self._end: Callable[[], None] = lambda: hub.close(self.sequence)
-            hub.start()
+            made = hub.Hub(sockets, self._heard, may_leave=may_leave)
+            self._say = made.hear
+            self._end: Callable[[], None] = lambda: made.close(self.sequence)
+            made.start()
         else:
             lines = Lines(sockets, self._heard, self._ended)
             self._say, self._end = partial(lines.send, 0), lines.close
@@ -107,20 +107,19 @@ class Watch:
             return
         self._tell("waits")
         while not finished(_SLICE_SECONDS):
-            self._raise_if_hopeless()
+            self.raise_failure()
+            if self._hub_closed_after is not None and self._hub_closed_after < self.sequence:
+                raise self._lost_hub(hub.CLOSED)
             if time.monotonic() > self._deadline:
-                raise self._too_late(awaited())
+                late, seconds = list(awaited()), self.timeout_seconds
+                own = hub.timed_out(self._rank, seconds, self._in_words(), late, "")
+                raise self._decided(own, "late", seconds, late)
 
     def broken(self, peer: int | None, why: str) -> CommunicationError:
         """Returns the error for a connection that broke, to `peer` if that is known."""
-        what = {} if peer is None else {peer: f"broke its connection ({why})"}
-        own = (
-            lost(what, "")
-            if what
-            else WorkerLostError(
-                f"A connection broke ({why}). Check the network between the hosts."
-            )
-        )
+        own = WorkerLostError(f"A connection broke ({why}). Check the network between the hosts.")
+        if peer is not None:
+            own = hub.lost({peer: f"broke its connection ({why})"}, "")
         return self._decided(own, "broke", peer, why)
 
     @contextmanager
@@ -212,15 +211,6 @@ class Watch:
 
     # What the main thread makes of what was heard.
 
-    def _raise_if_hopeless(self) -> None:
-        self.raise_failure()
-        if self._hub_closed_after is not None and self._hub_closed_after < self.sequence:
-            raise self._lost_hub("has closed its communicator")
-
-    def _too_late(self, awaited: Sequence[int]) -> CommunicationError:
-        own = timed_out(self._rank, self.timeout_seconds, self._in_words(), awaited, "")
-        return self._decided(own, "late", self.timeout_seconds, list(awaited))
-
     def _decided(self, own: CommunicationError, *message: Any) -> CommunicationError:
         """Tells the hub what this rank has found, and returns what the hub makes of it."""
         with self._news:
@@ -242,17 +232,16 @@ class Watch:
     def _without_hub(self, own: CommunicationError) -> CommunicationError:
         if self._end_of_hub is None:
             return self._silent_hub()
-        has_done_its_part = (
-            self._hub_closed_after is not None and self._hub_closed_after >= self.sequence
-        )
-        # Otherwise all else follows from the end of rank 0.
-        return own if has_done_its_part else self._lost_hub(self._end_of_hub)
+        if self._hub_closed_after is not None and self._hub_closed_after >= self.sequence:
+            return own
+        # All else follows from the end of rank 0.
+        return self._lost_hub(self._end_of_hub)
 
     def _lost_hub(self, what: str) -> WorkerLostError:
-        return lost({0: what}, f"Rank {self._rank} was {self._in_words()}. ")
+        return hub.lost({0: what}, f"Rank {self._rank} was {self._in_words()}. ")
 
     def _silent_hub(self) -> WorkerTimeoutError:
-        return timed_out(
+        return hub.timed_out(
             self._rank,
             self.timeout_seconds,
             self._in_words(),
@@ -261,7 +250,7 @@ class Watch:
         )
 
     def _in_words(self) -> str:
-        return in_words(self.sequence, self._collective())
+        return hub.in_words(self.sequence, self._collective())
 
     def _collective(self) -> str | None:
         # Another thread may change it meanwhile.
@@ -281,21 +270,19 @@ class Watch:
             elif kind == "well":
                 self._is_well = True
             elif kind == "failure":
-                self._failure = self._failure or error_of(*details)
+                self._failure = self._failure or hub.error_of(*details)
                 self._tell("knows")
             elif kind == "goodbye":
                 (self._hub_closed_after,) = details
-                self._end_of_hub = "has closed its communicator"
+                self._end_of_hub = hub.CLOSED
             self._news.notify_all()
 
     def _ended(self, _: int, error: OSError | None) -> None:
         with self._news:
-            self._end_of_hub = "has ended"
-            if is_unreachable(error):
+            self._end_of_hub = hub.ENDED if self._hub_closed_after is None else hub.CLOSED
+            if hub.is_unreachable(error):
                 self._end_of_hub = f"cannot be reached ({error})"
                 self._failure = self._failure or self._lost_hub(self._end_of_hub)
-            elif self._hub_closed_after is not None:
-                self._end_of_hub = "has closed its communicator"
             self._news.notify_all()
 
 

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unisono.communicators.communicator import Communicator, gather_texts
-from unisono.errors import UnsupportedError
+from unisono.communicators.communicator import Communicator, as_bytes, gather_texts
+from unisono.errors import CommunicationError, UnsupportedError
 
 _PLAIN = (type(None), bool, int, float, str)
 _SEQUENCES: dict[str, Any] = {
@@ -37,9 +37,11 @@ def write(thing: Any) -> tuple[str, Tensor]:
     """Returns an object as text, and the bytes of its tensors."""
     writer = _Writer()
     written = writer.write(thing)
-    kinds = [(str(one.dtype).removeprefix("torch."), *one.shape) for one in writer.tensors]
-    flat = [one.cpu().contiguous().flatten().view(torch.uint8) for one in writer.tensors]
-    return json.dumps([written, kinds]), torch.cat([torch.empty(0, dtype=torch.uint8), *flat])
+    flat = [as_bytes(one.cpu().contiguous()) for one in writer.tensors]
+    return (
+        json.dumps([written, writer.kinds()]),
+        torch.cat([torch.empty(0, dtype=torch.uint8), *flat]),
+    )
 
 
 def num_bytes(text: str) -> int:
@@ -59,21 +61,61 @@ def read(text: str, data: Tensor) -> Any:
     return _Reader(tensors).read(written)
 
 
+def share_state(communicator: Communicator, state: Any, root: int) -> Any:
+    """Gives all ranks the object of `root`, whose tensors travel one by one and come on the CPU.
+
+    `root` itself gets the same object. If it cannot be sent, all ranks raise an error.
+    """
+    writer, refusal, written = _Writer(), "", None
+    if communicator.rank == root:
+        try:
+            written = writer.write(state)
+        except UnsupportedError as error:
+            refusal = f"state{''.join(f'[{key!r}]' for key in writer.place)}: {error}"
+    told = gather_texts(communicator, json.dumps([refusal, written, writer.kinds()]))[root]
+    refusal, written, kinds = json.loads(told)
+    if refusal:
+        if communicator.rank == root:
+            raise UnsupportedError(refusal)
+        raise CommunicationError(f"The state of rank {root} cannot be sent. {refusal}", [root])
+    if communicator.rank == root:
+        tensors = [one.cpu().contiguous() for one in writer.tensors]
+    else:
+        tensors = [torch.empty(shape, dtype=_DTYPES[name]) for name, *shape in kinds]
+    for tensor in filter(Tensor.numel, tensors):
+        communicator.broadcast(as_bytes(tensor), root)
+    return state if communicator.rank == root else _Reader(tensors).read(written)
+
+
 class _Writer:
-    """Turns objects into JSON values, and collects their tensors."""
+    """Turns objects into JSON values, and collects their tensors.
+
+    Attributes:
+        place: The keys that lead to what is written now, or could not be.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.place: list[Any] = []
+
+    def kinds(self) -> list[Any]:
+        return [(str(one.dtype).removeprefix("torch."), *one.shape) for one in self.tensors]
+
+    def _at(self, key: Any, thing: Any) -> Any:
+        self.place.append(key)
+        written = self.write(thing)
+        self.place.pop()
+        return written
 
     def write(self, thing: Any) -> Any:
         kind = type(thing)
         if kind in _PLAIN:
             return thing
         if kind in _SEQUENCES.values():
-            return [kind.__name__, [self.write(one) for one in thing]]
+            return [kind.__name__, [self._at(i, one) for i, one in enumerate(thing)]]
         if kind in (dict, defaultdict):
             factory = [] if kind is dict else [self.write(thing.default_factory)]
-            items = [[self.write(key), self.write(value)] for key, value in thing.items()]
+            items = [[self.write(key), self._at(key, value)] for key, value in thing.items()]
             return [kind.__name__, *factory, items]
         if isinstance(thing, Tensor):
             return self._tensor(thing)
@@ -93,9 +135,10 @@ class _Writer:
         if tensor.layout is torch.sparse_coo:
             parts = self._tensor(tensor._indices()), self._tensor(tensor._values())
             return ["sparse", *parts, list(tensor.shape)]
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        is_dense = tensor.layout is torch.strided and not tensor.is_nested
+        if not is_dense or tensor.is_quantized or tensor.is_meta:
             raise _unknown(tensor)
-        self.tensors.append(tensor.detach())
+        self.tensors.append(tensor.detach().resolve_conj().resolve_neg())
         return ["tensor", len(self.tensors) - 1]
 
     def _array(self, array: Any) -> Any:

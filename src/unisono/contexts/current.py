@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from unisono.engines import ReplicaMeeting
     from unisono.gradients import GradientReducer
     from unisono.gradients.passes import OwnPass
+    from unisono.modules import Leaves, Mirrors
     from unisono.strategies import Strategy
     from unisono.strategies.counting import Counting
-    from unisono.variables import Leaves, Mirrors
 
 Context: TypeAlias = "ReplicaContext | CrossReplicaContext"
 

@@ -16,7 +16,6 @@ from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackingRule, SmallGroups
 from unisono.reductions import (
-    AccumulationFn,
     CrossDeviceOps,
     Destinations,
     HierarchicalCopyAllReduce,
@@ -29,6 +28,7 @@ from unisono.reductions import (
     listed_pairs,
     mirrored,
 )
+from unisono.reductions.scheduled import AccumulationFn
 from unisono.values import DistributedValues, Mirrored, components_of
 
 _ALGORITHMS = {"nccl": NcclAllReduce, "hierarchical_copy": HierarchicalCopyAllReduce}
@@ -67,7 +67,7 @@ class ContribOps(CrossDeviceOps):
         """See `CrossDeviceOps.reduce`; `destinations` may be a list of device names, too.
 
         Returns:
-            A `Mirrored`, also for one device.
+            A `Mirrored`, also for one device. The same holds for the other methods.
         """
         targets = listed_destinations(destinations)
         return always_mirrored(
@@ -80,11 +80,7 @@ class ContribOps(CrossDeviceOps):
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
-        """See `CrossDeviceOps.batch_reduce`; destinations may be lists of device names, too.
-
-        Returns:
-            A list of `Mirrored`, in the order of the pairs.
-        """
+        """See `CrossDeviceOps.batch_reduce`; destinations may be lists of device names, too."""
         pairs = [
             (value, listed_destinations(to)) for value, to in listed_pairs(value_destination_pairs)
         ]
@@ -95,11 +91,7 @@ class ContribOps(CrossDeviceOps):
         ]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
-        """See `CrossDeviceOps.broadcast`; `destinations` may be a list of device names, too.
-
-        Returns:
-            A `Mirrored`, also for one device.
-        """
+        """See `CrossDeviceOps.broadcast`; `destinations` may be a list of device names, too."""
         targets = listed_destinations(destinations)
         return always_mirrored(super().broadcast(tensor, targets), targets)
 
@@ -122,11 +114,7 @@ def is_one_by_one(ops: CrossDeviceOps) -> bool:
 
 
 class InStrategy(CrossDeviceOps):
-    """Lets a strategy reduce with operations that are called as their pages say.
-
-    Args:
-        ops: The operations. Their methods are called with the arguments that their pages name.
-    """
+    """Lets a strategy reduce with operations that are called with the arguments on their pages."""
 
     def __init__(self, ops: ContribOps) -> None:
         self._ops = ops
@@ -218,10 +206,10 @@ class DelegatingOps(ContribOps):
 class AllReduceCrossDeviceOps(DelegatingOps):
     """All-reduces through NCCL or by hierarchical copy, with one of three ways to pack.
 
-    1. `num_packs` above 0 concatenates all values and splits them into this number of packs. 2.
-    Otherwise, where both `agg_small_grads_*` are above 0, neighboring float32 values of at most
-    `agg_small_grads_max_bytes` share packs of at most `agg_small_grads_max_group` values. 3.
-    Otherwise each value is reduced alone.
+    `num_packs` above 0 concatenates all values and splits them into this number of packs. If it is
+    0 and both `agg_small_grads_*` are above 0, neighboring float32 values of at most
+    `agg_small_grads_max_bytes` share packs of at most `agg_small_grads_max_group` values. Otherwise
+    each value is reduced alone.
 
     Args:
         all_reduce_alg: "nccl" or "hierarchical_copy".

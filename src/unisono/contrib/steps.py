@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from unisono.arguments import check_callable, check_instance, check_int, in_words
 from unisono.errors import EndOfInputError, UnsupportedError
-from unisono.strategies import MultiStepContext, Strategy
+from unisono.strategies import Strategy
+from unisono.strategies.steps import MultiStepContext
 
 
 class DistributeConfig(NamedTuple):

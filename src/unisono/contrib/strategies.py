@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from unisono.arguments import check_int
 from unisono.cluster import ClusterSpec, SimpleClusterResolver
@@ -51,15 +51,9 @@ class MirroredStrategy(CoreMirroredStrategy):
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None, destinations: Any = None) -> Any:
         """See `Strategy.reduce`, whose third argument was called `destinations` in 1.12.
 
-        Args:
-            reduce_op: A `ReduceOp`, or a `VariableAggregation` in the form of 1.12.
-            value: See `Strategy.reduce`.
-            axis: See `Strategy.reduce`.
-            destinations: With a `VariableAggregation`: where the result goes.
+        In that form, `reduce_op` is a `VariableAggregation`.
         """
-        if destinations is None:
-            return super().reduce(reduce_op, value, axis)
-        return super().reduce(reduce_op, value, destinations)
+        return super().reduce(reduce_op, value, axis if destinations is None else destinations)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
         """Returns an iterator that gives each replica a whole batch of `dataset` in each step.
@@ -89,71 +83,46 @@ def _one_of(**arguments: Any) -> Any:
     return next(iter(given.values()), None)
 
 
-class ParameterServerStrategy(Strategy):
-    """Parameter servers are not supported: creating one raises an error that says what to use.
+class _Unsupported:
+    """Something that cannot be made; the error says what to use `instead`."""
 
-    Args:
-        *args: Not used.
-        **kwargs: Not used.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    instead: ClassVar[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(
-            "`ParameterServerStrategy` trains asynchronously, with variables on parameter servers. "
-            "Unisono trains synchronously: use `unisono.MirroredStrategy` on one host, and "
-            "`unisono.MultiWorkerMirroredStrategy` on several workers."
-        )
+        """Raises an `UnsupportedError`, whatever `args` and `kwargs` there are."""
+        raise UnsupportedError(self.instead)
 
 
-class TPUStrategy(Strategy):
-    """TPUs are not supported: creating one raises an error that says what to use.
+class ParameterServerStrategy(_Unsupported, Strategy):
+    """Parameter servers are not supported: creating one raises an error that says what to use."""
 
-    Args:
-        *args: Not used.
-        **kwargs: Not used.
-
-    Raises:
-        UnsupportedError: Always.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(
-            "`TPUStrategy` needs TPUs. Unisono trains on CPUs and GPUs: use "
-            "`unisono.MirroredStrategy`."
-        )
+    instead = (
+        "`ParameterServerStrategy` trains asynchronously, with variables on parameter servers. "
+        "Unisono trains synchronously: use `unisono.MirroredStrategy` on one host, and "
+        "`unisono.MultiWorkerMirroredStrategy` on several workers."
+    )
 
 
-class MultiWorkerAllReduce(CrossDeviceOps):
-    """Not supported: creating one raises an error that says what to use.
+class TPUStrategy(_Unsupported, Strategy):
+    """TPUs are not supported: creating one raises an error that says what to use."""
 
-    Args:
-        *args: Not used.
-        **kwargs: Not used.
+    instead = (
+        "`TPUStrategy` needs TPUs. Unisono trains on CPUs and GPUs: use `unisono.MirroredStrategy`."
+    )
 
-    Raises:
-        UnsupportedError: Always.
-    """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(
-            "`MultiWorkerAllReduce` reduces between the devices of all workers from one process. "
-            "Here every worker runs the script and drives its own devices: use "
-            "`unisono.MultiWorkerMirroredStrategy`, which reduces between workers by itself."
-        )
+class MultiWorkerAllReduce(_Unsupported, CrossDeviceOps):
+    """Not supported: creating one raises an error that says what to use."""
+
+    instead = (
+        "`MultiWorkerAllReduce` reduces between the devices of all workers from one process. "
+        "Here every worker runs the script and drives its own devices: use "
+        "`unisono.MultiWorkerMirroredStrategy`, which reduces between workers by itself."
+    )
 
 
 def run_standard_tensorflow_server(session_config: object = None) -> NoReturn:
-    """There are no servers: the call raises an error that says what to start instead.
-
-    Args:
-        session_config: Not used.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Raises an `UnsupportedError` for any `session_config`: there are no servers."""
     raise UnsupportedError(
         "There is no TensorFlow server that another process could drive. Start the script itself "
         "on every worker, for example with `unisono launch` or `torchrun`."

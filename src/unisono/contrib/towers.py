@@ -71,7 +71,10 @@ _AGGREGATIONS = {
 
 
 class CrossTowerOps(ContribOps):
-    """The base of cross-tower reductions: `aggregation` for the operation, `PerDevice` values.
+    """The base of cross-tower reductions.
+
+    `aggregation` is `VariableAggregation.SUM` or `MEAN`, values are `PerDevice`, destinations may
+    be lists of device names, and each result is a `Mirrored`, also for one device.
 
     A subclass overrides `reduce`, `batch_reduce` and `broadcast`; or the methods that do their work
     in TensorFlow 1.12, `_reduce`, `_batch_reduce` and `_broadcast`, which have the same arguments
@@ -96,17 +99,9 @@ class CrossTowerOps(ContribOps):
     def reduce(  # type: ignore[override]
         self, aggregation: VariableAggregation, per_device_value: Any, destinations: Any
     ) -> Mirrored:
-        """Combines the values of a `PerDevice` and puts the result on the destinations.
+        """Combines the values of a `PerDevice`, or what `CrossDeviceOps.reduce` takes besides.
 
-        Args:
-            aggregation: How: `VariableAggregation.SUM` or `MEAN`.
-            per_device_value: A `PerDevice` or another distributed value; or a tensor, which counts
-                as the value of a single device.
-            destinations: Where the result goes: as for `CrossDeviceOps.reduce`, or a list of
-                device names.
-
-        Returns:
-            A `Mirrored`, also for one device.
+        It puts the result of the `aggregation` of `per_device_value` on the `destinations`.
 
         Raises:
             ValueError: If `aggregation` is neither SUM nor MEAN, or the value cannot be reduced.
@@ -119,15 +114,7 @@ class CrossTowerOps(ContribOps):
     def batch_reduce(  # type: ignore[override]
         self, aggregation: VariableAggregation, value_destination_pairs: Any
     ) -> list[Mirrored]:
-        """Reduces many values, as `reduce` does each.
-
-        Args:
-            aggregation: How: `VariableAggregation.SUM` or `MEAN`.
-            value_destination_pairs: Tuples of a value and its destinations.
-
-        Returns:
-            A list of `Mirrored`, in the order of the pairs.
-        """
+        """Returns what `reduce` makes of each of `value_destination_pairs` with `aggregation`."""
         _reduce_op(aggregation)
         pairs = [
             (self._older_value(value), names_of(listed_destinations(to)))
@@ -136,28 +123,14 @@ class CrossTowerOps(ContribOps):
         return list(self._batch_reduce(aggregation, pairs))
 
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
-        """Copies a tensor to the destinations.
-
-        Args:
-            tensor: A tensor, or anything that can be read as one.
-            destinations: Where the copies go; see `reduce`.
-
-        Returns:
-            A `Mirrored`, also for one device.
-        """
+        """Copies a `tensor`, or what can be read as one, to the `destinations`."""
         targets = listed_destinations(destinations)
         return always_mirrored(self._broadcast(tensor, names_of(targets)), targets)
 
-    def _reduce(
-        self, aggregation: VariableAggregation, per_device_value: PerDevice, destinations: list[str]
-    ) -> Mirrored:
+    def _reduce(self, aggregation: Any, per_device_value: Any, destinations: Any) -> Mirrored:
         return super().reduce(_reduce_op(aggregation), per_device_value, destinations)
 
-    def _batch_reduce(
-        self,
-        aggregation: VariableAggregation,
-        value_destination_pairs: list[tuple[PerDevice, list[str]]],
-    ) -> list[Mirrored]:
+    def _batch_reduce(self, aggregation: Any, value_destination_pairs: Any) -> list[Mirrored]:
         if is_one_by_one(self) and self._ops is None:
             return [self.reduce(aggregation, value, to) for value, to in value_destination_pairs]
         return super().batch_reduce(_reduce_op(aggregation), value_destination_pairs)
@@ -183,11 +156,7 @@ def _reduce_op(aggregation: VariableAggregation) -> ReduceOp:
 
 
 class TowerContext:
-    """The context of a replica as TensorFlow 1.12 had it: `get_tower_context()` returns one.
-
-    Args:
-        context: The context as it is today.
-    """
+    """The context of a replica as TensorFlow 1.12 had it: `get_tower_context()` returns one."""
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
@@ -218,18 +187,7 @@ class TowerContext:
         return self._context.device
 
     def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Waits until every replica makes a `merge_call`, then calls `merge_fn` once.
-
-        See `ReplicaContext.merge_call`, which takes `args` and `kwargs` as a tuple and a dict.
-
-        Args:
-            merge_fn: Called as `merge_fn(strategy, *args, **kwargs)`.
-            *args: Its arguments, of this replica.
-            **kwargs: Its keyword arguments, of this replica.
-
-        Returns:
-            This replica's components of what `merge_fn` returns.
-        """
+        """See `ReplicaContext.merge_call`, which gets `args` and `kwargs` as a tuple and a dict."""
         return self._context.merge_call(merge_fn, args, kwargs)
 
     def __eq__(self, other: object) -> bool:

@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from unisono.algorithms import Gather, Rounds, Schedule, doubling, exchange, one_step
+from unisono.algorithms import Gather, Schedule
+from unisono.algorithms.rounds import Rounds, doubling, exchange, one_step
 from unisono.errors import TuningError
 from unisono.packing import Line
 

@@ -139,7 +139,12 @@ def current_tuning() -> Tuning | None:
     try:
         path = tuning_path()
         tuning = read_tuning(path)
-        if differing := _differences(tuning.machine, this_machine_in_words()):
+        found, here = tuning.machine, this_machine_in_words().items()
+        if differing := ", ".join(
+            f"{fact} {found.get(fact)!r}, here {value!r}"
+            for fact, value in here
+            if found.get(fact) != value
+        ):
             raise TuningError(
                 f"{path} was measured on another machine: {differing}. Run `unisono tune` here, "
                 f"or set {TUNING}=off."
@@ -156,11 +161,3 @@ def this_machine_in_words() -> dict[str, Any]:
     """Returns what the constants depend on, as text."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": processor(), "cores": os.cpu_count(), "gpus": gpus}
-
-
-def _differences(found: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{fact} {found.get(fact)!r}, here {value!r}"
-        for fact, value in here.items()
-        if found.get(fact) != value
-    )

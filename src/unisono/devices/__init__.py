@@ -1,14 +1,17 @@
-"""Device names, the devices of this host, and which of them are near each other."""
+"""Device names, the devices of this host, and which of them are near each other.
+
+What knows the links between GPUs is loaded when somebody names it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from unisono.devices.device import Device, DeviceLike, cpu_slots
 from unisono.devices.machine import (
-    Groups,
     Machine,
     as_recorded,
     default_devices,
-    halves,
-    linked_groups,
-    near_groups,
     pretend,
     replica_devices,
     resolve,
@@ -16,7 +19,13 @@ from unisono.devices.machine import (
     this_machine,
 )
 from unisono.devices.streams import Trail, lend
-from unisono.devices.topology import Gpu, Link, LinkKind, Topology
+from unisono.sharing import names_of as _names_of
+
+if TYPE_CHECKING:
+    from unisono.devices.groups import Groups, halves, linked_groups, near_groups
+    from unisono.devices.topology import Gpu, Link, LinkKind, Topology
+else:
+    __getattr__ = _names_of(__name__, "groups", "topology")
 
 __all__ = [
     "Device",

@@ -1,20 +1,22 @@
-"""What this host has: its GPUs, which devices share a memory, and which are near each other."""
+"""What this host has: its GPUs, and which devices share a memory."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.arguments import in_words
 from unisono.devices.device import Device, DeviceLike, cpu_slots
-from unisono.devices.topology import Link, LinkKind, Topology, read_topology
 from unisono.errors import DeviceError
+
+if TYPE_CHECKING:
+    from unisono.devices.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Machine:
         gpus: The torch device behind `cuda:0`, `cuda:1`, ...; several may be the same GPU.
         are_shared: Whether all CPU devices share one memory, and all devices on one GPU too, as in
             reality.
+        recorded: The links between the GPUs, if they are not those of this host.
     """
 
     gpus: tuple[torch.device, ...]
@@ -46,19 +49,6 @@ class Machine:
     def memory(self, device: Device) -> torch.device | Device:
         """Returns the memory of `device`. Devices with equal memories need no copies."""
         return self.torch_device(device) if self.are_shared else device
-
-    @property
-    def topology(self) -> Topology:
-        """The links between the GPUs, by the index of their torch device."""
-        return read_topology() if self.recorded is None else self.recorded
-
-    def link(self, a: Device, b: Device) -> Link:
-        """Returns the link between two devices."""
-        if self.memory(a) == self.memory(b):
-            return Link(LinkKind.SAME)
-        if a.type != "cuda" or b.type != "cuda":
-            return Link(LinkKind.UNKNOWN, is_peer=False)
-        return self.topology.link(self.torch_device(a).index, self.torch_device(b).index)
 
 
 _CPU = torch.device("cpu")
@@ -113,7 +103,13 @@ def resolve(spec: DeviceLike) -> Device:
 def replica_devices(devices: Any) -> tuple[Device, ...]:
     """Reads the devices, one per replica. A single device means one replica."""
     if isinstance(devices, (str, torch.device, Device)):
-        _check_one_meant(devices)
+        num_gpus = len(this_machine().gpus)
+        # torch reads "cuda" as the current GPU, but the caller may mean all GPUs.
+        if num_gpus > 1 and str(devices).strip("/").lower() in ("cuda", "gpu"):
+            raise DeviceError(
+                f"`devices={devices!r}` may mean one GPU or all {num_gpus} of this host. Write "
+                "`devices=None` for all of them, or `devices=['cuda:0']` for one."
+            )
         devices = [devices]
     try:
         iterator = iter(devices)
@@ -137,16 +133,6 @@ def replica_devices(devices: Any) -> tuple[Device, ...]:
             "replicas are cpu:0, cpu:1, and so on, and two replicas on one GPU cuda:0, cuda:0#1."
         )
     return resolved
-
-
-def _check_one_meant(device: DeviceLike) -> None:
-    """Refuses `"cuda"`: torch reads it as the current GPU, but the caller may mean all GPUs."""
-    num_gpus = len(this_machine().gpus)
-    if num_gpus > 1 and str(device).strip("/").lower() in ("cuda", "gpu"):
-        raise DeviceError(
-            f"`devices={device!r}` may mean one GPU or all {num_gpus} of this host. Write "
-            "`devices=None` for all of them, or `devices=['cuda:0']` for one."
-        )
 
 
 def spread(devices: tuple[Device, ...], num_replicas: int) -> tuple[Device, ...]:
@@ -173,55 +159,3 @@ def default_devices() -> tuple[Device, ...]:
     """Returns all GPUs of this host, or one CPU device."""
     num_gpus = len(this_machine().gpus)
     return tuple(Device("cuda", i) for i in range(num_gpus)) or (Device("cpu", 0),)
-
-
-Groups = tuple[tuple[int, ...], ...]
-
-
-def near_groups(devices: Sequence[Device]) -> Groups:
-    """Groups the positions of `devices` so that the farthest links are between groups.
-
-    The devices of a group are nearer to each other than a limit: the largest one that splits the
-    devices. So two sockets make two groups, and one socket is split by its PCIe switches or
-    NVLinks. If all links are equal, the devices are split into two halves.
-    """
-    machine = this_machine()
-    num_devices = len(devices)
-    far = {
-        (a, b): machine.link(devices[a], devices[b]).distance
-        for a in range(num_devices)
-        for b in range(a)
-    }
-
-    def parted(limit: tuple[int, bool]) -> Groups:
-        return linked_groups(num_devices, lambda a, b: far[a, b] <= limit)
-
-    for groups in map(parted, sorted(set(far.values()), reverse=True)):
-        if 1 < len(groups) < num_devices:
-            return groups
-    return halves(num_devices)
-
-
-def linked_groups(num_devices: int, linked: Callable[[int, int], bool]) -> Groups:
-    """Groups devices so that all devices of a group are linked to each other.
-
-    Each device joins the first group that it fits. This finds the two quads of a DGX-1 (0-3 and 4-7
-    fully linked, and i to i + 4). `linked` is called with a device and an earlier one.
-    """
-    groups: list[list[int]] = []
-    for device in range(num_devices):
-        for group in groups:
-            if all(linked(device, member) for member in group):
-                group.append(device)
-                break
-        else:
-            groups.append([device])
-    return tuple(tuple(group) for group in groups)
-
-
-def halves(num_devices: int) -> Groups:
-    """Splits the devices in two at the largest power of two below their number."""
-    if num_devices < 2:
-        return (tuple(range(num_devices)),)
-    middle = 1 << ((num_devices - 1).bit_length() - 1)
-    return tuple(range(middle)), tuple(range(middle, num_devices))

@@ -2,10 +2,10 @@
 
 from unisono.engines.advice import GlobalRandomness, Interpreter
 from unisono.engines.ambient import Ambient, CallerModes, ThreadState, modes_need_turns
-from unisono.engines.caches import without_shared_caches
 from unisono.engines.compiled import Compilations, has_compiled, names_in, tell_compiler
 from unisono.engines.generators import ReplicaGenerators, RunGenerators, identity
 from unisono.engines.meeting import Recorder, ReplicaMeeting
+from unisono.engines.process_wide import without_shared_caches
 from unisono.engines.random_operators import drawing
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns

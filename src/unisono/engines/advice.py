@@ -46,7 +46,11 @@ class Interpreter:
             results = run_all(calls)
             share = waits.share()
         if is_mine:
-            self._note(share)
+            with span("interpreter", "interpreter", share=round(share, 4)):
+                self._shares.append(share)
+            if len(self._shares) == _NUM_MEASURED:
+                self.judge(median(self._shares))
+                self._shares.clear()
         return results
 
     def _is_due(self) -> bool:
@@ -58,13 +62,6 @@ class Interpreter:
             return number % _RECORDED_PERIOD == 0
         is_sampled = 0 <= number % _PERIOD - _FIRST < _NUM_MEASURED
         return is_sampled and self._has_lock and not self._has_told
-
-    def _note(self, share: float) -> None:
-        with span("interpreter", "interpreter", share=round(share, 4)):
-            self._shares.append(share)
-        if len(self._shares) == _NUM_MEASURED:
-            self.judge(median(self._shares))
-            self._shares.clear()
 
     def judge(self, share: float) -> None:
         """Logs a warning, once, if replicas wait for the interpreter for that part of a step."""
@@ -120,8 +117,5 @@ class GlobalRandomness:
 
 def _states() -> tuple[Any, ...]:
     state: Any = np.random.get_state(legacy=True)
-    _, keys, position, *_ = state
-    return ("Python's `random`", random.getstate()), (
-        "`numpy.random`",
-        (keys[:2].tolist(), position),
-    )
+    of_numpy = state[1][:2].tolist(), state[2]
+    return ("Python's `random`", random.getstate()), ("`numpy.random`", of_numpy)

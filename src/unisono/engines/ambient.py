@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import filterfalse
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -41,16 +40,15 @@ _PATIENCE_S = 1.0
 
 
 class _Noted(threading.local):
-    """What the current thread has entered, the innermost last."""
-
     def __init__(self) -> None:
         self.hooks: list[Hooks] = []
 
 
+# What the current thread has entered, the innermost last.
 _noted = _Noted()
 
 
-def current_hooks() -> Hooks | None:
+def _current_hooks() -> Hooks | None:
     """Returns the innermost hooks for saved tensors of the current thread."""
     if _ask is not None:
         found: Hooks | None = _ask(False)  # noqa: FBT003
@@ -58,23 +56,19 @@ def current_hooks() -> Hooks | None:
     return _noted.hooks[-1] if _noted.hooks else None
 
 
-def _note_hooks() -> None:
-    """torch tells the hooks from 2.7 on. With 2.6 the class that sets them is made to note them."""
-    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+if _ask is None:
+    # torch tells the hooks from 2.7 on. With 2.6 the class that sets them is made to note them.
+    _enter, _leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
 
     @in_place_of(saved_tensors_hooks, "__enter__")
-    def noting_enter(self: Any) -> None:
-        enter(self)
+    def _noting_enter(self: Any) -> None:
+        _enter(self)
         _noted.hooks.append((self.pack_hook, self.unpack_hook))
 
     @in_place_of(saved_tensors_hooks, "__exit__")
-    def noting_leave(self: Any, *error: object) -> None:
+    def _noting_leave(self: Any, *error: object) -> None:
         _noted.hooks.pop()
-        leave(self, *error)
-
-
-if _ask is None:
-    _note_hooks()
+        _leave(self, *error)
 
 
 @dataclass(frozen=True)
@@ -97,14 +91,19 @@ class CallerModes:
         functions: tuple[TorchFunctionMode, ...] = ()
         operators: tuple[TorchDispatchMode, ...] = ()
         if num_function_modes() > 0:
-            functions = tuple(filterfalse(_is_of_cpu, _get_current_function_mode_stack()))
+            # A mode may only say what is so without it: that new tensors are on the CPU.
+            functions = tuple(
+                mode
+                for mode in _get_current_function_mode_stack()
+                if not (isinstance(mode, DeviceContext) and mode.device == _CPU)
+            )
         if num_dispatch_modes() > 0:
             lock = threading.RLock()
             found = _get_current_dispatch_mode_stack()
             # torch's own modes for tracing and for tensors without data are of one thread.
             if all(getattr(mode, "_mode_key", None) is None for mode in found):
                 operators = tuple(_OneAtATime(mode, lock) for mode in found)
-        hooks = current_hooks()
+        hooks = _current_hooks()
         if not (functions or operators or hooks):
             return None
         return cls(threading.get_ident(), functions, operators, hooks)
@@ -127,11 +126,6 @@ class CallerModes:
                 torch._C._autograd._push_saved_tensors_default_hooks(*self.hooks)
                 stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
             yield
-
-
-def _is_of_cpu(mode: TorchFunctionMode) -> bool:
-    """Whether a mode only says what is so without it: that new tensors are on the CPU."""
-    return isinstance(mode, DeviceContext) and mode.device == _CPU
 
 
 def modes_need_turns(*, more: bool) -> bool:
@@ -257,21 +251,14 @@ class Ambient:
         # replicas share could wait for itself.
         torch._C._set_multithreading_enabled(False)  # noqa: FBT003
         try:
-            if self._is_plain and place.type == "cpu":
+            is_plain = not (self.is_inference or self.autocasts or self.modes)
+            if is_plain and place.type == "cpu":
                 return fn()
             with self._entered(place, stream):
                 return fn()
         finally:
             set_grad_enabled(was_enabled)
             torch._C._set_multithreading_enabled(was_multithreaded)
-
-    @property
-    def _is_plain(self) -> bool:
-        return not (self.is_inference or self.autocasts or self.modes)
-
-    def _others(self, place: torch.device) -> list[torch.cuda.Stream]:
-        others = (stream for gpu, stream in self.streams.items() if gpu != place)
-        return [one for one in others if one != torch.cuda.current_stream(one.device)]
 
     @contextmanager
     def _entered(self, place: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
@@ -281,8 +268,9 @@ class Ambient:
                 # A device that counts as current already would leave a new thread without it.
                 torch.cuda.set_device(place)
                 # Also those of other GPUs, where this thread may reduce what others have computed.
-                for other in self._others(place):
-                    enter(torch.cuda.stream(other))
+                for gpu, other in self.streams.items():
+                    if gpu != place and other != torch.cuda.current_stream(gpu):
+                        enter(torch.cuda.stream(other))
                 enter(torch.cuda.stream(stream or self.streams[place]))
             if self.is_inference:
                 enter(torch.inference_mode())

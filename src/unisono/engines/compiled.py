@@ -81,19 +81,15 @@ def tell_compiler() -> Any:
     where it calls them, and the parts in between are compiled.
     """
     frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+    engine: Any = sys.modules.get("torch._dynamo.eval_frame")
     # Optimizers load the compiler, too, so most programs that have it never compile.
-    if frames is None or not (_told or _is_in_use()):
+    if frames is None or not (_told or (engine is not None and engine.cached_backends)):
         return None
     rules: Any = sys.modules["torch._dynamo.trace_rules"]
     if rules not in _told:
         _told.append(rules)
         rules.add(_PACKAGE)
     return frames
-
-
-def _is_in_use() -> bool:
-    engine: Any = sys.modules.get("torch._dynamo.eval_frame")
-    return engine is not None and bool(engine.cached_backends)
 
 
 def _num_compiled(frames: Any) -> int:
@@ -141,7 +137,9 @@ def _inner(thing: Any) -> Iterable[Any]:
         return (thing.__func__, thing.__self__, *getattr(thing.__self__, "__dict__", {}).values())
     if isinstance(thing, nn.Module):
         # Not through `type(one).forward`: a scripted module cannot be asked for it.
-        return {_forward_of(type(one)) for one in thing.modules()}
+        kinds = {type(one) for one in thing.modules()}
+        bases = [next(one for one in kind.__mro__ if "forward" in vars(one)) for kind in kinds]
+        return {vars(base)["forward"] for base in bases}
     if not isinstance(thing, types.FunctionType):
         return ()
     if (thing.__module__ or "").partition(".")[0] in ("torch", _PACKAGE):
@@ -150,10 +148,6 @@ def _inner(thing: Any) -> Iterable[Any]:
     names = names_in(thing.__code__).intersection(thing.__globals__)
     held = [cell.cell_contents for cell in cells]
     return (*held, *(thing.__defaults__ or ()), *map(thing.__globals__.get, names))
-
-
-def _forward_of(kind: type) -> Any:
-    return next((vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)), None)
 
 
 def names_in(code: types.CodeType) -> set[str]:

@@ -222,10 +222,6 @@ def exact(device: Any) -> torch.device:
     return read
 
 
-def _set_state(own: ReplicaGenerators, new_state: Tensor, device: Any = "cuda") -> None:
-    own.on(exact(device)).set_state(new_state)
-
-
 def _seed_current(own: ReplicaGenerators, seed: int) -> None:
     own.on(exact("cuda")).manual_seed(int(seed))
 
@@ -234,9 +230,11 @@ def _seed_current(own: ReplicaGenerators, seed: int) -> None:
 # call these.
 _ON_GPUS: dict[str, Callable[..., Any]] = {
     "get_rng_state": lambda own, device="cuda": own.on(exact(device)).get_state(),
-    "set_rng_state": _set_state,
+    "set_rng_state": lambda own, new_state, device="cuda": own.on(exact(device)).set_state(
+        new_state
+    ),
     "manual_seed": _seed_current,
-    "manual_seed_all": lambda own, seed: own.seed_gpus(seed),
+    "manual_seed_all": ReplicaGenerators.seed_gpus,
     "seed": lambda own: _seed_current(own, torch.Generator().seed()),
     "seed_all": lambda own: own.seed_gpus(torch.Generator().seed()),
     "initial_seed": lambda own: own.on(exact("cuda")).initial_seed(),

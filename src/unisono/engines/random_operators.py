@@ -36,37 +36,15 @@ _KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 # The operators that draw, but for those that torch takes apart before it looks for a kernel.
-_STEMS = (
-    "_cudnn_attention_forward",
-    "_efficient_attention_forward",
-    "_flash_attention_forward",
-    "_fused_dropout",
-    "_sample_dirichlet",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_standard_gamma",
-    "bernoulli",
-    "binomial",
-    "cauchy",
-    "exponential",
-    "geometric",
-    "log_normal",
-    "multinomial",
-    "native_dropout",
-    "normal",
-    "poisson",
-    "rand",
-    "randint",
-    "randn",
-    "random",
-    "randperm",
-    "rrelu_with_noise",
-    "uniform",
-)
+_STEMS = """
+    _cudnn_attention_forward _efficient_attention_forward _flash_attention_forward _fused_dropout
+    _sample_dirichlet _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_fused_attention_overrideable
+    _standard_gamma bernoulli binomial cauchy exponential geometric log_normal multinomial
+    native_dropout normal poisson rand randint randn random randperm rrelu_with_noise uniform
+"""
 # Not every operator exists with every ending.
-DRAWING = [stem + ending for stem in _STEMS for ending in ("", "_", "_like", "_functional")]
+DRAWING = [stem + ending for stem in _STEMS.split() for ending in ("", "_", "_like", "_functional")]
 
 # Held while a replica's generator stands in for the default generator of a device.
 _default_locks: dict[torch.device, threading.Lock] = {}
@@ -176,23 +154,22 @@ def _as_default(operator: OpOverload) -> Callable[..., Any]:
 def _standing_in(own: Any, device: torch.device) -> Iterator[None]:
     """Within the block, the default generator of a device draws what the replica's would draw."""
     generator, default = own.on(device), default_generator(device)
+    is_on_gpu = device.type == "cuda"
     with _default_locks.setdefault(device, threading.Lock()):
-        if device.type == "cuda":
+        kept: Any = default.graphsafe_get_state() if is_on_gpu else default.get_state()
+        if is_on_gpu:
             # It takes over the state itself, also while a CUDA graph is captured.
-            kept = default.graphsafe_get_state()
             default.graphsafe_set_state(generator)
-            try:
-                yield
-            finally:
-                default.graphsafe_set_state(kept)
         else:
-            values = default.get_state()
             default.set_state(generator.get_state())
-            try:
-                yield
-            finally:
+        try:
+            yield
+        finally:
+            if is_on_gpu:
+                default.graphsafe_set_state(kept)
+            else:
                 generator.set_state(default.get_state())
-                default.set_state(values)
+                default.set_state(kept)
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -13,10 +13,8 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.engines.ambient import ThreadState
-from unisono.engines.forward_mode import take_turns_in_forward_mode
 from unisono.engines.meeting import ReplicaMeeting
-from unisono.engines.operators import make_operators_once
-from unisono.engines.switches import refuse_switches
+from unisono.engines.process_wide import keep_replicas_apart
 from unisono.engines.turns import make_bell
 from unisono.sharing import LiveSet, computed_once
 from unisono.system import use_all_cores
@@ -73,9 +71,7 @@ class ReplicaThreads:
     """Makes one call per replica, all at the same time, repeatedly on the same threads."""
 
     def __init__(self, num_replicas: int, num_intraop: int | None = None) -> None:
-        make_operators_once()
-        take_turns_in_forward_mode()
-        refuse_switches()
+        keep_replicas_apart()
         self._num_replicas = num_replicas
         self._num_intraop = num_intraop
         self._board = _Board(num_replicas)

@@ -33,9 +33,9 @@ from unisono.functions.signature import (
 )
 from unisono.functions.surroundings import Surroundings
 from unisono.functions.together import CAPTURE, NOTHING, Together
+from unisono.modules import Settings
 from unisono.tracing import span
 from unisono.values import DistributedValues, flatten, map_tensors
-from unisono.variables import Settings
 
 if TYPE_CHECKING:
     from unisono.functions.captures import Captures

@@ -15,9 +15,9 @@ from unisono.functions.lines import Line
 from unisono.functions.script import Script, UnscriptableError
 from unisono.functions.tape import Call, Made, Noting, Number, Tape, bytes_of
 from unisono.functions.watching import Watching
+from unisono.modules import fit_for_training
 from unisono.torch_private import without_dispatch_modes
 from unisono.values import is_sparse, parts_of
-from unisono.variables import fit_for_training
 
 # For each part and each replica, the operators that it called, and where in the program.
 Logs: TypeAlias = list[list[list[tuple[str, Line]]]]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unisono.functions.together import Together
-from unisono.kernels import TableArena
+from unisono.kernels.gpu import TableArena
 from unisono.sharing import computed_once
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CaptureError
+from unisono.modules import Leaves, Mark, Mirrors
+from unisono.modules.leaves import catch_up
 from unisono.torch_private import copy_each, no_torch_function_of_subclasses
 from unisono.values import is_sparse
-from unisono.variables import Leaves, Mark, Mirrors
-from unisono.variables.leaves import catch_up
 
 _gradient = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")

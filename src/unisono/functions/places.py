@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.engines import names_in
 from unisono.functions.signature import CONTAINERS
-from unisono.variables import groups_of, plain_class, raw
+from unisono.modules import groups_of, plain_class, raw
 
 # Of a longer container, which is data, identity and length are enough.
 _MOST_ENTRIES = 4096

@@ -13,8 +13,8 @@ from torch import Tensor
 from unisono.engines import RunGenerators
 from unisono.errors import CaptureError
 from unisono.functions.gradients import Gradients, StartingGradients, trained_by
+from unisono.modules import Mirrors, Settings
 from unisono.values import map_tensors, tensors_of
-from unisono.variables import Mirrors, Settings
 
 CallEach: TypeAlias = Callable[[Sequence[Callable[[], None]]], None]
 

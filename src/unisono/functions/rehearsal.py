@@ -21,8 +21,8 @@ from unisono.functions.cpu_graphs import CpuGraphs, Logs
 from unisono.functions.lines import line_here
 from unisono.functions.signature import ModuleState
 from unisono.functions.surroundings import Surroundings
+from unisono.modules import Mirrors, Settings, plain_class, sets_groups
 from unisono.values import DistributedValues, flatten
-from unisono.variables import Mirrors, Settings, plain_class, sets_groups
 
 _call_of_modules: Any = nn.Module.__call__
 # torch puts its code around the `step` of every class of optimizers.

@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from torch.nn.modules import module as module_of_torch
 from torch.utils.hooks import RemovableHandle
 
+from unisono.modules import TORCH_TABLES, Contents, are_same, groups_of, raw
 from unisono.values import DistributedValues, take_apart
-from unisono.variables import TORCH_TABLES, Contents, are_same, groups_of, raw
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _TENSORS = ("_parameters", "_buffers")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unisono.functions.places import Places, is_short
 from unisono.functions.signature import CONTAINERS, constant, frozen
-from unisono.variables import TORCH_TABLES, Contents
+from unisono.modules import TORCH_TABLES, Contents
 
 
 class Surroundings:

@@ -115,7 +115,7 @@ class Tape:
 
     def run(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Calls an operator, and notes it."""
-        if operator.namespace == "profiler" or operator in _NAMING:
+        if operator.namespace in ("prim", "profiler") or operator in _NAMING:
             return operator(*args, **kwargs)
         line = line_here()
         try:
@@ -310,7 +310,8 @@ def _constants(operator: Any, args: Sequence[Any]) -> str:
 
 def _is_made_of_others(operator: Any) -> bool:
     """Whether an operator calls others, which are to be noted instead of it."""
-    if not isinstance(operator, OpOverload):
+    # The dispatcher does not know those of `prim`, which ask subclasses what they are.
+    if not isinstance(operator, OpOverload) or operator.namespace == "prim":
         return False
     name = operator.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")

@@ -15,11 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext
 from unisono.errors import ContextError
+from unisono.modules import Leaves, Mark
+from unisono.modules.for_all import for_all
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once, in_place_of
 from unisono.values import weighed_tensor
-from unisono.variables import Leaves, Mark
-from unisono.variables.for_all import for_all
 
 
 def before_accumulation(leaf: nn.Parameter, hook: Callable[[Any], Any]) -> Callable[[], None]:
@@ -78,22 +78,18 @@ class Weighting:
             del self._alone[leaf]
         for replica_id, weight in enumerate(weights):
             if weight != 1.0:
-                hook = functools.partial(self._weigh_all, weight)
+                hook = functools.partial(self.weigh, weight)
                 leaves = filter(can_be_trained, [one.leaves[replica_id] for one in owners])
                 with torch.cuda.stream(streams[replica_id]) if streams else nullcontext():
                     self.removals += [before_accumulation(leaf, hook) for leaf in leaves]
 
-    def weigh(self, weight: float, grad: Tensor) -> Tensor:
-        """Returns a gradient times what its replica counts for."""
-        return weighed_tensor(self._op, grad, weight)
+    def weigh(self, weight: float, grads: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Returns gradients times what their replica counts for."""
+        return tuple(weighed_tensor(self._op, grad, weight) for grad in grads)
 
-    def _weigh_all(self, weight: float, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(self.weigh(weight, grad) for grad in grads)
-
-    def note(self, leaf: nn.Parameter, weight: float) -> None:
-        """A gradient was added to a leaf, and stays the replica's own for now."""
-        if weight != 1.0:
-            self._alone[leaf] = Mark.of(leaf.grad)
+    def note(self, leaf: nn.Parameter) -> None:
+        """A weighted gradient was added to a leaf, and stays the replica's own for now."""
+        self._alone[leaf] = Mark.of(leaf.grad)
 
     def forget(self, leaf: nn.Parameter) -> None:
         """What a leaf has is reduced."""
@@ -117,7 +113,6 @@ class SealedHooks(OrderedDict[int, Callable[[Tensor], None]]):
 
     @classmethod
     def on(cls, leaf: nn.Parameter, hook: Callable[[Tensor], None]) -> SealedHooks:
-        """Makes `hook` the only hook of `leaf`."""
         hooks = leaf._post_accumulate_grad_hooks
         if not isinstance(hooks, SealedHooks):
             # torch keeps the first dictionary that it was given, also if it is given another.
@@ -136,7 +131,7 @@ def seal(leaf: nn.Parameter) -> None:
     A hook of the user belongs to the parameter: the reducer calls it once, when the gradient of all
     replicas is there.
     """
-    _let_hooks_be_refused()
+    _refuse_hooks()
     hooks = leaf._post_accumulate_grad_hooks
     if hooks and not isinstance(hooks, SealedHooks):
         _refuse()
@@ -144,11 +139,10 @@ def seal(leaf: nn.Parameter) -> None:
 
 
 @computed_once
-def _let_hooks_be_refused() -> None:
-    name = "register_post_accumulate_grad_hook"
-    register = getattr(nn.Parameter, name)
+def _refuse_hooks() -> None:
+    register: Any = nn.Parameter.register_post_accumulate_grad_hook
 
-    @in_place_of(nn.Parameter, name)
+    @in_place_of(nn.Parameter, "register_post_accumulate_grad_hook")
     def checked(self: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
         if self in _leaves:
             _refuse()
@@ -187,7 +181,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def call_hooks(context: ReplicaContext, owners: Iterable[Leaves]) -> None:
-    """Calls the post-accumulate hooks of parameters, whose gradients are reduced, in this order."""
+    """Calls the post-accumulate hooks of parameters, whose gradients are reduced."""
     with for_all(context):
         for one in owners:
             for hook in list((one.primary._post_accumulate_grad_hooks or {}).values()):
@@ -202,21 +196,21 @@ class Aside:
     """
 
     def __init__(self, op: ReduceOp, *, is_copied: bool) -> None:
-        self.is_needed = op is not ReduceOp.MEAN
+        self._is_needed = op is not ReduceOp.MEAN
         self._is_copied = is_copied
         # By the identity of a leaf, a reduced gradient that waits to be added to.
         self.kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def hook(self, one: Leaves) -> list[Callable[[], None]]:
         """Puts aside what the leaves of a parameter have before something is added to it."""
-        if not self.is_needed:
+        if not self._is_needed:
             return []
         # Autograd's hooks are invisible to the garbage collector, so they hold weak references.
         aside, owner = weakref.ref(self), weakref.ref(one)
 
         def before(replica_id: int, _: Any) -> None:
             if (found := aside()) is not None and (leaves := owner()) is not None:
-                found.put_leaf(leaves, replica_id)
+                found._put_leaf(leaves, replica_id)
 
         return [
             before_accumulation(leaf, functools.partial(before, replica_id))
@@ -226,15 +220,11 @@ class Aside:
 
     def put(self, owners: Iterable[Leaves]) -> None:
         """Before a reduction: does the same where a replica has no new gradient."""
-        if self.is_needed:
-            for one in owners:
-                for replica_id in range(len(one.leaves)):
-                    self.put_leaf(one, replica_id)
+        for one in owners if self._is_needed else ():
+            for replica_id in range(len(one.leaves)):
+                self._put_leaf(one, replica_id)
 
-    def put_leaf(self, one: Leaves, replica_id: int) -> None:
-        """Before something is added to the gradient of a replica."""
-        if not self.is_needed:
-            return
+    def _put_leaf(self, one: Leaves, replica_id: int) -> None:
         leaf, mark = one.leaves[replica_id], one.reduced[replica_id]
         if leaf.grad is not None and mark is not None and mark.grad() is leaf.grad:
             self.kept[leaf] = leaf.grad.clone() if self._is_copied else leaf.grad
@@ -242,9 +232,7 @@ class Aside:
 
     def bring_back(self, owners: Iterable[Leaves]) -> None:
         """After a reduction: adds what was put aside."""
-        if not self.is_needed:
-            return
-        for one in owners:
+        for one in owners if self._is_needed else ():
             for replica_id, leaf in enumerate(one.leaves):
                 before = self.kept.pop(leaf, None)
                 if before is not None:

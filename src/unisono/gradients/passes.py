@@ -13,29 +13,24 @@ from torch import Tensor, nn
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.devices import Trail
 from unisono.errors import ContextError, UnsupportedError
+from unisono.modules import check_backward
 from unisono.sharing import computed_once, in_place_of
 from unisono.torch_private import bindings
-from unisono.variables import check_backward
 
 
 class Pass:
     """One backward pass of all replicas of this worker."""
 
     def __init__(self, num_packs: int, num_replicas: int) -> None:
-        self._lock = threading.Lock()
-        self._missing = [num_replicas] * num_packs
+        self.lock = threading.Lock()
+        # By pack, how many replicas have not filled it.
+        self.missing = [num_replicas] * num_packs
         self.full: set[int] = set()
         # Held while a pack is reduced before the pass ends.
         self.reducing = threading.Lock()
         self.has_failed = False
         self.sent: list[Future[None]] = []
         self.trail = Trail()
-
-    def is_filled_by(self, pack: int) -> bool:
-        """Counts a replica that has filled a pack, and returns whether it was the last one."""
-        with self._lock:
-            self._missing[pack] -= 1
-            return self._missing[pack] == 0
 
 
 class OwnPass:
@@ -56,11 +51,9 @@ class OwnPass:
 
     @property
     def adds(self) -> bool:
-        """Whether a leaf had a gradient before."""
         return self._before.count(None) < len(self._before)
 
     def new(self) -> list[int]:
-        """Returns the numbers of the leaves that have a new gradient."""
         found = [leaf.grad for leaf in self.leaves]
         return [
             i
@@ -69,7 +62,6 @@ class OwnPass:
         ]
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Returns which of some leaves have no new gradient yet."""
         return [
             i
             for i in numbers
@@ -78,10 +70,13 @@ class OwnPass:
         ]
 
     def fills(self, pack: int) -> bool:
-        """Notes that the replica has filled a pack; False if it had before in this pass."""
-        is_first = pack not in self._filled
+        """Notes that the replica has filled a pack, and returns whether it is the last one."""
+        if pack in self._filled:
+            return False
         self._filled.add(pack)
-        return is_first
+        with self.of_all.lock:
+            self.of_all.missing[pack] -= 1
+            return self.of_all.missing[pack] == 0
 
 
 @computed_once
@@ -128,16 +123,16 @@ def watch_backward_passes() -> None:
 def _refuse_graphs(context: ReplicaContext) -> None:
     """Refuses gradients of parameters that can be differentiated: a graph is not exchanged."""
     mirrors = context.replicas.mirrors
-    first = None
+    found = []
     for one in mirrors.all_leaves:
         leaf = one.leaves[context.local_id]
         if leaf.grad is not None and leaf.grad.requires_grad:
-            first = first or one
+            found.append(one.primary)
             # Or the parameter and the graph would keep each other alive.
             leaf.grad = leaf.grad.detach()
-    if first is not None:
+    if found:
         raise UnsupportedError(
-            f"`backward(create_graph=True)` gave {mirrors.name_of(first.primary)} a gradient that "
+            f"`backward(create_graph=True)` gave {mirrors.name_of(found[0])} a gradient that "
             "can be differentiated, but gradients are reduced over the replicas without their "
             "graph. Use `torch.autograd.grad(loss, parameters, create_graph=True)`, which returns "
             "the gradients of this replica's part of the batch."
@@ -160,8 +155,8 @@ def _refuse_primary(context: ReplicaContext, variable: Tensor | None) -> None:
 class Sender:
     """Exchanges packs one after another."""
 
-    def __init__(self, close: Callable[[], None]) -> None:
-        self._close = close
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
         self._threads: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -197,12 +192,11 @@ class Sender:
         current.sent.append(done)
 
     def settle(self, sent: Sequence[Future[None]]) -> None:
-        """Waits until packs are exchanged, or have failed."""
         try:
             wait(sent)
         except KeyboardInterrupt:
             # Or the thread that sends would wait on, and the process could not end without it.
-            self._close()
+            self._interrupt()
             raise
 
     def finish(self, sent: list[Future[None]]) -> None:
@@ -213,7 +207,6 @@ class Sender:
         sent.pop().result()
 
     def close(self) -> None:
-        """Ends the thread."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None

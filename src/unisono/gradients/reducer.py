@@ -9,6 +9,9 @@ pack is full. The last pack is full when the pass ends.
 
 All workers exchange the packs in the same order. Each is sent as soon as it and all before it are
 full, or at the end of the pass. A thread waits for the other workers meanwhile.
+
+A parameter that was frozen when the run began is in no pack. If a step unfreezes it, it is reduced
+when the pass ends, and is in a pack from the next run on, also where it is frozen again.
 """
 
 from __future__ import annotations
@@ -26,18 +29,7 @@ from torch import Tensor, nn
 
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.devices import lend
-from unisono.gradients.accumulation import (
-    Aside,
-    SealedHooks,
-    Weighting,
-    call_hooks,
-    has_hooks,
-    refuse_to_go_on,
-    refuse_to_wait,
-    seal,
-)
-from unisono.gradients.frozen import Frozen
-from unisono.gradients.own_gradients import reduce_own
+from unisono.gradients import accumulation
 from unisono.gradients.packs import (
     Exchange,
     Pack,
@@ -45,14 +37,15 @@ from unisono.gradients.packs import (
     SparsePack,
     gradients_of,
     local_packs,
+    reduce_own,
     refuse_sparse,
 )
 from unisono.gradients.passes import OwnPass, Pass, Sender, watch_backward_passes
+from unisono.modules import Leaves, Mark, Mirrors
+from unisono.modules.leaves import needs_grad, show_gradients, with_own_gradients
 from unisono.packing import Line
 from unisono.torch_private import no_torch_function
 from unisono.tracing import span
-from unisono.variables import Leaves, Mark, Mirrors
-from unisono.variables.leaves import show_gradients, with_own_gradients
 
 
 class GradientReducer:
@@ -72,17 +65,23 @@ class GradientReducer:
         exchange: Exchange | None = None,
     ) -> None:
         self._mirrors = mirrors
-        self._devices = devices = reduction.devices
-        self._op = reduce_op = reduction.op
+        self._devices = reduction.devices
         self._cost = cost
         self._exchange = exchange
+        # Whether gradients go to other workers, or through a hook.
+        self.has_workers = exchange is not None
         self._reduction = reduction if exchange is None else exchange.reduction
         self._generation = -1
         self._packs: list[Pack] = []
         self._num_early = 0  # Packs that are reduced before the pass ends.
-        # All that is trained: the parameters, and their leaves by replica.
+        # What is trained, and what is frozen: the parameters, and their leaves by replica.
         self._owners: list[Leaves] = []
-        self._leaves: list[list[nn.Parameter]] = [[] for _ in devices]
+        self._frozen: list[Leaves] = []
+        self._leaves: list[list[nn.Parameter]] = []
+        self._frozen_leaves: list[list[nn.Parameter]] = []
+        # What steps have trained although it was frozen, and whether one has in this run.
+        self._unfrozen: set[Leaves] = set()
+        self._has_unfrozen = False
         # For each pack, the numbers of its members among `_owners`, and the one that is hooked.
         self._numbers: list[range] = []
         self._hooked_at: list[int] = []
@@ -91,9 +90,8 @@ class GradientReducer:
         # The parameters whose hooks are to be called when their gradient is there.
         self._hooked: list[Leaves] = []
         self._removals: list[Callable[[], None]] = []
-        self.weighting = Weighting(reduce_op)
-        self._aside = Aside(reduce_op, is_copied=exchange is not None)
-        self._frozen = Frozen(self._reduction, self._aside, len(devices))
+        self.weighting = accumulation.Weighting(reduction.op)
+        self._aside = accumulation.Aside(reduction.op, is_copied=exchange is not None)
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False
         # Whether gradients of passes in `no_sync` wait for the next pass that reduces.
@@ -107,11 +105,6 @@ class GradientReducer:
         rest = weakref.WeakMethod(self.reduce_rest)
         mirrors.reduce_rest = lambda owners: None if (reduce := rest()) is None else reduce(owners)
 
-    @property
-    def has_workers(self) -> bool:
-        """Whether gradients go to other workers, or through a hook."""
-        return self._exchange is not None
-
     def begin(self, weights: Sequence[float], streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""
         # What a pass that failed has sent must not meet what the next one sends.
@@ -121,15 +114,14 @@ class GradientReducer:
         if left:
             self._sender.settle(left)
         self._track()
-        self.weighting.begin(weights, [*self._owners, *self._frozen.owners], streams)
+        self.weighting.begin(weights, [*self._owners, *self._frozen], streams)
         self._hooked = [
             one
             for one in self._owners
-            if one.primary._post_accumulate_grad_hooks and has_hooks(one.primary)
+            if one.primary._post_accumulate_grad_hooks and accumulation.has_hooks(one.primary)
         ]
 
     def close(self) -> None:
-        """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
         self._sender.close()
         self._passes.clear()
         if self._exchange is not None:
@@ -142,15 +134,15 @@ class GradientReducer:
             remove()
 
     def _track(self) -> None:
-        if self._generation != self._mirrors.generation or self._frozen.are_new:
+        if self._generation != self._mirrors.generation or self._has_unfrozen:
             for remove in self._removals:
                 remove()
             self._moves.clear()
             self._make_packs()
             self._removals = []
-            for one in (*self._owners, *self._frozen.owners):
+            for one in (*self._owners, *self._frozen):
                 for leaf in one.leaves:
-                    seal(leaf)
+                    accumulation.seal(leaf)
                 self._removals += self._aside.hook(one)
             for pack in range(self._num_early):
                 self._hook_pack(pack, self._hooked_at[pack])
@@ -162,25 +154,34 @@ class GradientReducer:
                 self._hook_pack(pack, number)
 
     def _make_packs(self) -> None:
-        trained = self._frozen.split(self._mirrors.all_leaves[::-1])
+        owners = self._mirrors.all_leaves[::-1]
+        self._unfrozen.intersection_update(owners)
+        trained: list[Leaves] = []
+        self._frozen = []
+        for one in owners:
+            is_trained = one.primary.requires_grad or one in self._unfrozen
+            (trained if is_trained else self._frozen).append(one)
+        self._has_unfrozen = False
+        sparse: list[Pack] = []
         if self._exchange is None:
-            self._packs, sparse = local_packs(trained, self._reduction, self._cost), []
+            self._packs = local_packs(trained, self._reduction, self._cost)
         else:
             self._packs, sparse = self._exchange.packs(trained)
         ends = itertools.accumulate((len(pack.members) for pack in self._packs), initial=0)
         self._numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
         self._hooked_at = [numbers[-1] for numbers in self._numbers]
         # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
-        wants_all = self._reduction.ops.wants_all_gradients
-        self._num_early = 0 if wants_all else max(0, len(self._packs) - 1)
+        self._num_early = 0 if self._reduction.ops.wants_all_gradients else len(self._packs[:-1])
         self._packs += sparse
         self._owners = [one for pack in self._packs for one in pack.members]
-        self._leaves = [[one.leaves[i] for one in self._owners] for i in range(len(self._devices))]
+        self._leaves, self._frozen_leaves = (
+            [[one.leaves[i] for one in owners] for i in range(len(self._devices))]
+            for owners in (self._owners, self._frozen)
+        )
 
     def _hook_pack(self, pack: int, number: int) -> None:
-        """Lets the leaves of one member look whether their pack is full."""
         for leaf in self._owners[self._hooked_at[pack]].leaves:
-            if isinstance(leaf._post_accumulate_grad_hooks, SealedHooks):
+            if isinstance(leaf._post_accumulate_grad_hooks, accumulation.SealedHooks):
                 leaf._post_accumulate_grad_hooks.clear()
         self._hooked_at[pack] = number
         # Autograd's hooks are invisible to the garbage collector, so they hold weak references.
@@ -190,7 +191,8 @@ class GradientReducer:
             if (found := reducer()) is not None:
                 found._look(pack)
 
-        self._removals += [SealedHooks.on(x, after).clear for x in self._owners[number].leaves]
+        leaves = self._owners[number].leaves
+        self._removals += [accumulation.SealedHooks.on(x, after).clear for x in leaves]
 
     def make_pass(self, context: ReplicaContext, run: Callable[[], Any]) -> Any:
         """Lets a replica make a backward pass, and reduces what it and the others bring."""
@@ -199,16 +201,16 @@ class GradientReducer:
             # Within another one: a checkpoint computes again.
             return run()
         if self._has_left:
-            refuse_to_go_on()
+            accumulation.refuse_to_go_on()
         if notes.is_without_sync and self._hooked:
-            refuse_to_wait(self._mirrors.name_of(self._hooked[0].primary))
+            accumulation.refuse_to_wait(self._mirrors.name_of(self._hooked[0].primary))
         with no_torch_function():
             with self._lock:
                 if notes.num_passes not in self._passes:
                     self._passes[notes.num_passes] = Pass(self._num_early, len(self._devices))
                 current = self._passes[notes.num_passes]
             leaves = self._leaves[context.local_id]
-            if frozen := self._frozen.reached_by(context.local_id):
+            if True in map(needs_grad, frozen := self._frozen_leaves[context.local_id]):
                 leaves = [*leaves, *frozen]
             own = OwnPass(leaves, current)
         notes.current_pass = own
@@ -234,7 +236,7 @@ class GradientReducer:
         if context.gradient_weight != 1.0:
             for number in own.new():
                 if number not in reduced:
-                    self.weighting.note(own.leaves[number], context.gradient_weight)
+                    self.weighting.note(own.leaves[number])
 
     def _leave(self, context: ReplicaContext, own: OwnPass) -> None:
         """A pass of a replica has failed, and its step may go on. No pack is reduced any more."""
@@ -264,7 +266,7 @@ class GradientReducer:
         missing = own.missing(self._numbers[pack])
         if missing:
             self._moves[pack] = missing[-1]
-        elif own.fills(pack) and current.is_filled_by(pack):
+        elif own.fills(pack):
             current.trail.follow()
             self._pack_is_full(current, pack)
             if orders_streams:
@@ -303,12 +305,18 @@ class GradientReducer:
                 split = bisect.bisect_left(numbers, num_owners)
                 arrived = {self._owners[number] for number in numbers[:split]}
                 reduced = self._complete(current, arrived)
-                late = self._frozen.reduce(number - num_owners for number in numbers[split:])
+                late = [self._frozen[number - num_owners] for number in numbers[split:]]
+                if late:
+                    self._has_unfrozen = True
+                    self._unfrozen.update(late)
+                    self._aside.put(late)
+                    self._reduction.reduce(late)
+                    self._aside.bring_back(late)
                 show_gradients([*reduced, *late])
-                hooked = [*self._hooked, *(one for one in late if has_hooks(one.primary))]
+                hooked = self._hooked + [x for x in late if accumulation.has_hooks(x.primary)]
             if hooked:
                 found = {*reduced, *late}
-                call_hooks(context, [one for one in hooked if one in found])
+                accumulation.call_hooks(context, [one for one in hooked if one in found])
             return [None] * len(self._devices)
 
         if context.meeting.is_apart:
@@ -322,7 +330,7 @@ class GradientReducer:
             new = own.new()
             if self._has_waiting:
                 # Also those that this pass has not added to.
-                all_owners = enumerate((*self._owners, *self._frozen.owners))
+                all_owners = enumerate((*self._owners, *self._frozen))
                 waiting = (i for i, one in all_owners if one.is_own(replica_id))
                 new = sorted({*new, *waiting})
         context.meeting.meet(replica_id, f"backward() number {number}", new, work)
@@ -331,8 +339,7 @@ class GradientReducer:
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""
-        num_sent = len(current.sent)
-        if num_sent:
+        if num_sent := len(current.sent):
             with span("reduce", "packs under way", packs=num_sent):
                 self._sender.finish(current.sent)
         combined = self._combine_all(arrived)
@@ -340,7 +347,14 @@ class GradientReducer:
         for number in range(len(self._packs)):
             if number not in done:
                 self._fill(number, arrived, combined)
-                self._exchange_rest(number)
+                is_dense = not isinstance(self._packs[number], SparsePack)
+                if self._exchange is not None and self._exchange.is_hooked and is_dense:
+                    # A hook sees no replica: its random numbers, say, are those of the program.
+                    sent: list[Any] = []
+                    self._sender.send(functools.partial(self._send, number), sent)
+                    self._sender.finish(sent)
+                elif self._exchange is not None:
+                    self._send(number)
         with span("copy", "give packs"):
             given = [one for pack in self._packs for one in pack.give()]
         self._aside.bring_back(self._owners)
@@ -358,18 +372,6 @@ class GradientReducer:
     def _send(self, number: int) -> None:
         with span("reduce", "exchange pack", pack=number):
             self._packs[number].exchange()
-
-    def _exchange_rest(self, number: int) -> None:
-        """Exchanges a pack after the backward pass, when nothing is left to be done meanwhile."""
-        if self._exchange is None:
-            return
-        if not self._exchange.is_hooked or isinstance(self._packs[number], SparsePack):
-            self._send(number)
-            return
-        # A hook sees no replica: its random numbers, say, are those of the program.
-        sent: list[Any] = []
-        self._sender.send(functools.partial(self._send, number), sent)
-        self._sender.finish(sent)
 
     def _combine_all(self, arrived: Collection[Leaves]) -> dict[Leaves, Tensor] | None:
         """Lets a reduction that wants all gradients at once combine those of this worker."""
@@ -389,8 +391,8 @@ class GradientReducer:
         all replicas.
         """
         if self._has_left:
-            refuse_to_go_on()
+            accumulation.refuse_to_go_on()
         own = with_own_gradients(owners)
         if own:
             with span("reduce", "gradients written by hand", (one.primary for one in own)):
-                reduce_own(own, self._op, self._mirrors, self.weighting, self._reduction.reduce)
+                reduce_own(own, self._mirrors, self.weighting, self._reduction)

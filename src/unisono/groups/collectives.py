@@ -25,20 +25,14 @@ _DIVIDED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def reducible_op(op: Any, tensors: Sequence[Tensor], *, or_sparse: bool) -> ReduceOp | None:
-    """Returns our name for `op`, or None where communicators do not reduce the tensors so."""
-    own = _OWN.get(getattr(op, "op", op))
-    if own is None or not all(_can_reduce(own, one, or_sparse=or_sparse) for one in tensors):
-        return None
-    return own
-
-
-def _can_reduce(op: ReduceOp, tensor: Tensor, *, or_sparse: bool) -> bool:
-    if tensor.layout is torch.sparse_coo:
-        is_sum = op is ReduceOp.SUM or (op is ReduceOp.MEAN and _is_fraction(tensor))
-        return or_sparse and is_sum
-    can_divide = _is_fraction(tensor) or tensor.dtype in _DIVIDED
-    can_combine = can_divide if op is ReduceOp.MEAN else tensor.dtype is not torch.bool
-    return can_combine and are_dense([tensor])
+    """Returns our name for `op`, or None where communicators do not reduce such tensors so."""
+    own, first = _OWN.get(getattr(op, "op", op)), tensors[0]
+    if first.layout is torch.sparse_coo:
+        is_sum = own is ReduceOp.SUM or (own is ReduceOp.MEAN and _is_fraction(first))
+        return own if or_sparse and is_sum else None
+    can_divide = _is_fraction(first) or first.dtype in _DIVIDED
+    can_combine = can_divide if own is ReduceOp.MEAN else first.dtype is not torch.bool
+    return own if can_combine and are_dense(tensors) else None
 
 
 def _is_fraction(tensor: Tensor) -> bool:

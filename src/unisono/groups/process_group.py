@@ -11,35 +11,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    Work,
-)
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Work
 
 from unisono.communicators import Communicator
 from unisono.groups import collectives
-from unisono.options import ReduceOp
 
 # Its type stubs tell calls apart, by overloads, that are one here.
 _ProcessGroup: Any = distributed.ProcessGroup
 
 Movement: TypeAlias = Callable[[Communicator], None]
-Reduction: TypeAlias = Callable[[Communicator, ReduceOp], None]
 Options = TypeVar("Options")
 
 
 def _passed_on(name: str) -> Callable[..., Work]:
-
     def pass_on(self: CommunicatorGroup, *args: Any, **options: Any) -> Work:
         return self._pass_on(name, *args, **options)
 
@@ -71,23 +61,22 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         self, tensors: list[Tensor] | Tensor, opts: Any = None, *, op: Any = None
     ) -> Work:
         tensors = _listed(tensors)
-        opts = _options(AllreduceOptions, opts, reduceOp=op)
         return self._reduction(
-            lambda communicator, op: collectives.all_reduce(communicator, op, tensors),
+            partial(collectives.all_reduce, tensors=tensors),
             tensors if _alike(tensors) else None,
             "allreduce",
             tensors,
-            opts,
+            _options(c10d.AllreduceOptions, opts, reduceOp=op),
             or_sparse=len(tensors) == 1,
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self._reduction(
-            lambda communicator, op: collectives.all_reduce_coalesced(communicator, op, tensors),
+            partial(collectives.all_reduce_coalesced, tensors=tensors),
             tensors if _of_one_kind(tensors) else None,
             "allreduce_coalesced",
             tensors,
-            opts or AllreduceCoalescedOptions(),
+            opts or c10d.AllreduceCoalescedOptions(),
         )
 
     def reduce(
@@ -99,10 +88,11 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         root: int | None = None,
     ) -> Work:
         tensors = _listed(tensors)
-        opts = _options(ReduceOptions, opts, rootRank=root, reduceOp=op)
-        root = opts.rootRank
+        opts = _options(c10d.ReduceOptions, opts, rootRank=root, reduceOp=op)
         return self._reduction(
-            lambda communicator, op: collectives.reduce(communicator, op, tensors[0], root),
+            lambda communicator, op: collectives.reduce(
+                communicator, op, tensors[0], opts.rootRank
+            ),
             tensors if len(tensors) == 1 and self._has_root(opts, tensors) else None,
             "reduce",
             tensors,
@@ -113,10 +103,11 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         self, tensors: list[Tensor] | Tensor, opts: Any = None, *, root: int | None = None
     ) -> Work:
         tensors = _listed(tensors)
-        opts = _options(BroadcastOptions, opts, rootRank=root)
-        root, position = opts.rootRank, opts.rootTensor
+        opts = _options(c10d.BroadcastOptions, opts, rootRank=root)
         return self._movement(
-            lambda communicator: collectives.broadcast(communicator, tensors, root, position),
+            partial(
+                collectives.broadcast, tensors=tensors, root=opts.rootRank, position=opts.rootTensor
+            ),
             tensors if _alike(tensors) and self._has_root(opts, tensors) else None,
             "broadcast",
             tensors,
@@ -137,30 +128,27 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             "allgather",
             lists,
             inputs,
-            opts or AllgatherOptions(),
+            opts or c10d.AllgatherOptions(),
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Puts the tensors of all ranks end to end. Before torch 2.13, it has another name."""
-        return self._all_gather_single([output], [input], "_allgather_base", output, input, opts)
+        return self._gather_parts("_allgather_base", output, input, opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Does the same with several tensors."""
-        name = "allgather_into_tensor_coalesced"
-        return self._all_gather_single(outputs, inputs, name, outputs, inputs, opts)
+        return self._gather_parts("allgather_into_tensor_coalesced", outputs, inputs, opts)
 
-    def _all_gather_single(
-        self, outputs: list[Tensor], inputs: list[Tensor], name: str, *args: Any
-    ) -> Work:
-        *given, opts = args
+    def _gather_parts(self, name: str, output: Any, input: Any, opts: Any) -> Work:
+        outputs, inputs = _listed(output), _listed(input)
         return self._movement(
-            lambda communicator: collectives.all_gather_single(communicator, outputs, inputs),
+            partial(collectives.all_gather_single, outputs=outputs, inputs=inputs),
             outputs if _in_parts(outputs, inputs, self.size()) else None,
             name,
-            *given,
-            opts or AllgatherOptions(),
+            output,
+            input,
+            opts or c10d.AllgatherOptions(),
         )
 
     def reduce_scatter(
@@ -172,7 +160,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         op: Any = None,
     ) -> Work:
         outputs, lists = _listed(output_tensors), _listed_twice(input_tensors)
-        opts = _options(ReduceScatterOptions, opts, reduceOp=op)
+        opts = _options(c10d.ReduceScatterOptions, opts, reduceOp=op)
         is_ours = (
             _listed_by_rank(lists, outputs, self.size())
             and _of_one_kind([*outputs, *lists[0]])
@@ -191,32 +179,26 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gives every rank its part of a sum. Before torch 2.13, it has another name."""
-        name = "_reduce_scatter_base"
-        return self._reduce_scatter_single([output], [input], name, output, input, opts)
+        return self._scatter_parts("_reduce_scatter_base", output, input, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Does the same with several tensors."""
-        name = "reduce_scatter_tensor_coalesced"
-        return self._reduce_scatter_single(outputs, inputs, name, outputs, inputs, opts)
+        return self._scatter_parts("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
-    def _reduce_scatter_single(
-        self, outputs: list[Tensor], inputs: list[Tensor], name: str, *args: Any
-    ) -> Work:
-        *given, opts = args
+    def _scatter_parts(self, name: str, output: Any, input: Any, opts: Any) -> Work:
+        outputs, inputs = _listed(output), _listed(input)
         return self._reduction(
-            lambda communicator, op: collectives.reduce_scatter_single(
-                communicator, op, outputs, inputs
-            ),
+            partial(collectives.reduce_scatter_single, outputs=outputs, inputs=inputs),
             outputs if _in_parts(inputs, outputs, self.size()) else None,
             name,
-            *given,
-            opts or ReduceScatterOptions(),
+            output,
+            input,
+            opts or c10d.ReduceScatterOptions(),
         )
 
     def barrier(self, opts: Any = None) -> Work:
-        opts = opts or BarrierOptions()
+        opts = opts or c10d.BarrierOptions()
         if opts.device is not None and not self._carries(opts.device):
             return self._pass_on("barrier", opts)
         return self._begin(lambda communicator: communicator.barrier(), [], "barrier", opts)
@@ -241,7 +223,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _reduction(
         self,
-        call: Reduction,
+        call: Callable[..., None],
         outputs: list[Tensor] | None,
         name: str,
         *args: Any,
@@ -253,7 +235,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             op = collectives.reducible_op(args[-1].reduceOp, outputs, or_sparse=or_sparse)
         if op is None or outputs is None:
             return self._pass_on(name, *args)
-        return self._begin(lambda communicator: call(communicator, op), outputs, name, args[-1])
+        return self._begin(partial(call, op=op), outputs, name, args[-1])
 
     def _movement(
         self, call: Movement, outputs: list[Tensor] | None, name: str, *args: Any
@@ -286,12 +268,12 @@ def _options(kind: type[Options], given: object, **fields: Any) -> Options:
 
 def _of_one_kind(tensors: Sequence[Tensor]) -> bool:
     """Whether there are tensors, all of one dtype and layout and on one device."""
-    return bool(tensors) and all(_are_of_one_kind(one, tensors[0]) for one in tensors[1:])
+    return len({(one.dtype, one.layout, one.device) for one in tensors}) == 1
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
     """Whether there are tensors of one kind, all of one shape."""
-    return _of_one_kind(tensors) and all(one.shape == tensors[0].shape for one in tensors[1:])
+    return _of_one_kind(tensors) and len({one.shape for one in tensors}) == 1
 
 
 def _listed_by_rank(lists: Sequence[Sequence[Tensor]], others: Sequence[Tensor], size: int) -> bool:
@@ -301,13 +283,8 @@ def _listed_by_rank(lists: Sequence[Sequence[Tensor]], others: Sequence[Tensor],
 
 def _in_parts(whole: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> bool:
     """Whether each of `whole` has `size` times the elements of its part, of the same kind."""
-    if not whole or len(whole) != len(parts):
-        return False
-    for one, part in zip(whole, parts, strict=True):
-        if one.numel() != part.numel() * size or not _are_of_one_kind(one, part):
-            return False
-    return True
-
-
-def _are_of_one_kind(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.layout == other.layout and one.device == other.device
+    return (
+        bool(whole)
+        and [one.numel() for one in whole] == [one.numel() * size for one in parts]
+        and all(map(_of_one_kind, zip(whole, parts, strict=True)))
+    )

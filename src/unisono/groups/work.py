@@ -82,7 +82,6 @@ class CollectiveWork(Work):
         self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Returns a future of the tensors that are filled."""
         with self._lock:
             if self._future is None:
                 # A future must know the GPUs whose tensors it holds.

@@ -72,7 +72,8 @@ def content_of(thing: Any, where: str = "state") -> Any:
     if isinstance(thing, types.MethodType):
         return Fields({"__self__": content_of(thing.__self__, where)})
     if isinstance(thing, (torch.Generator, np.random.RandomState)):
-        return Fields(_random_state(thing))
+        options: Any = {} if isinstance(thing, torch.Generator) else {"legacy": False}
+        return Fields(thing.get_state(**options))
     if not _is_of_python(type(thing)):
         raise UnsupportedError(
             f"The communication hook keeps a {type(thing).__name__} in {where}, which cannot be "
@@ -147,24 +148,14 @@ def restored(
     return target
 
 
-def _random_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.get_state(legacy=False)
-
-
 def _drawing_on(like: Any, state: Any) -> Any:
-    if isinstance(like, torch.Generator):
-        made = torch.Generator(like.device)
-        made.set_state(state.cpu())
-        return made
-    drawing = np.random.RandomState()
-    drawing.set_state(state)
-    return drawing
+    is_torch = isinstance(like, torch.Generator)
+    made: Any = torch.Generator(like.device) if is_torch else np.random.RandomState()
+    made.set_state(state.cpu() if is_torch else state)
+    return made
 
 
 def _check_closure(function: types.FunctionType) -> None:
-    """Refuses what all replicas of a worker would write to."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found = cell.cell_contents

@@ -68,15 +68,10 @@ class CommHook:
     """A hook with its state.
 
     Args:
-        state: What it is given first.
-        function: The hook itself.
         who: The replica or worker that calls it, in words.
         rank: The number of that worker.
         size: How many workers there are.
         place: The device of its first replica.
-
-    Attributes:
-        kept_for: How many workers have a hook, in words.
     """
 
     def __init__(

@@ -30,7 +30,8 @@ class WorkersGroup(CommunicatorGroup):
     """
 
     def __init__(self, communicator: Communicator | None) -> None:
-        super().__init__(*((0, 1) if communicator is None else _place(communicator)))
+        rank, size = (0, 1) if communicator is None else (communicator.rank, communicator.size)
+        super().__init__(rank, size)
         self._communicator = communicator
         self._of_thread = threading.local()
 
@@ -85,11 +86,5 @@ class WorkersGroup(CommunicatorGroup):
         )
 
     def __repr__(self) -> str:
-        if self._communicator is None:
-            return f"{type(self).__name__}()"
-        rank, size = _place(self._communicator)
-        return f"{type(self).__name__}(worker {rank} of {size})"
-
-
-def _place(communicator: Communicator) -> tuple[int, int]:
-    return communicator.rank, communicator.size
+        one = self._communicator
+        return f"WorkersGroup({f'worker {one.rank} of {one.size}' if one else ''})"

@@ -20,8 +20,7 @@ from unisono.input.source.epoch import Epoch, Progress, Readers
 from unisono.input.source.random_state import random_state, set_random_state
 from unisono.input.source.sources import Source
 from unisono.input.split.layout import lay_out
-from unisono.input.split.own_data import Draw
-from unisono.input.split.splitter import Splitter
+from unisono.input.split.splitter import Draw, Splitter
 from unisono.reductions import ReplicaLayout, Workers
 from unisono.values import PerReplica
 

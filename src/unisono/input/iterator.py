@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError, EndOfInputError
-from unisono.input.options import InputOptions
-from unisono.input.place import Placement
 from unisono.input.prefetch import Prefetcher
 from unisono.input.source.epoch import Epoch, Progress
-from unisono.input.split.own_data import Draw, Lockstep, MovingLockstep
 from unisono.input.split.reader import Reader
 from unisono.input.split.splitter import SplitBatch, Splitter
 from unisono.tracing import span
 
 if TYPE_CHECKING:
     from unisono.input.distributed_input import DistributedInput
+    from unisono.input.split.own_data import MovingLockstep
 
 
 @dataclass(frozen=True)
@@ -66,21 +64,39 @@ class DistributedIterator(Iterator[Any]):
         self._has_ended = False
         self._prefetcher: Prefetcher[SplitBatch] | None = None
         self._steps: Iterator[SplitBatch]
-        splitter = Splitter(dataset.options, _reader(dataset.options, epoch))
+        self._moving: MovingLockstep | None = None
+        # All that the sources know of their batches helps to find the samples.
+        known = [one.batch_size_after(epoch.progress.num_consumed) for one in epoch.sources]
+        sizes = [size for size in known if size is not None]
+        are_stacked = all(source.stacks_samples for source in epoch.sources)
+        reader = Reader(dataset.options.batch_dim, sizes, are_stacked=are_stacked)
+        splitter = Splitter(dataset.options, reader)
         if epoch.readers.are_apart and dataset.job is not None:
+            from unisono.input.split.own_data import MovingLockstep
+
             # Nothing is drawn ahead, because this worker may get other replicas.
-            draw, job = dataset.parts(epoch, splitter), dataset.job
-            note_lost = dataset._note_lost
-            self._steps = MovingLockstep(draw, epoch, splitter, placement, job, note_lost)
+            own, job, note_lost = dataset.parts(epoch, splitter), dataset.job, dataset._note_lost
+            self._moving = MovingLockstep(own, epoch, splitter, placement, job, note_lost)
+            self._steps = self._moving
             return
         size = dataset.options.experimental_per_replica_buffer_size
         # Drawing ahead must change no random number, unless the options insist. Workers that read
         # the same would draw other numbers each, and so lose samples.
         insists = size > 1 and not epoch.readers.draw_alike
         is_ahead = insists or all(source.is_alone for source in epoch.sources)
-        draw = _placed(dataset.steps(epoch, splitter), placement)
+        steps = dataset.steps(epoch, splitter)
+
+        def draw() -> SplitBatch:
+            # On any thread. It does not keep this iterator alive.
+            with span("input", "fetch"):
+                parts = steps()
+            with span("input", "place"):
+                return placement.place(parts)
+
         self._steps = self._prefetcher = Prefetcher(draw, size if is_ahead else 0)
         if epoch.readers.are_apart:
+            from unisono.input.split.own_data import Lockstep
+
             self._steps = Lockstep(self._prefetcher.__next__, epoch, splitter, placement)
 
     @property
@@ -174,32 +190,10 @@ class DistributedIterator(Iterator[Any]):
 
         None where workers read the same, or have come to the end.
         """
-        steps = self._steps
-        return steps.left if isinstance(steps, MovingLockstep) and not self._has_ended else None
+        return None if self._moving is None or self._has_ended else self._moving.left
 
     def close(self) -> None:
         """Ends the epoch early and stops fetching ahead."""
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._has_ended = True
-
-
-def _reader(options: InputOptions, epoch: Epoch) -> Reader:
-    """Returns what finds the samples in batches, with all that the sources know of these."""
-    sources, num_consumed = epoch.sources, epoch.progress.num_consumed
-    sizes = [source.batch_size_after(num_consumed) for source in sources]
-    known = [size for size in sizes if size is not None]
-    are_stacked = all(source.stacks_samples for source in sources)
-    return Reader(options.batch_dim, known, are_stacked=are_stacked)
-
-
-def _placed(steps: Draw, placement: Placement) -> Draw:
-    """Returns what draws and places a step, on any thread. It does not keep an iterator alive."""
-
-    def draw() -> SplitBatch:
-        with span("input", "fetch"):
-            parts = steps()
-        with span("input", "place"):
-            return placement.place(parts)
-
-    return draw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from unisono.devices import Device, cpu_slots, this_machine
+from unisono.devices import Device, cpu_slots, lend, this_machine
 from unisono.input.split.splitter import SplitBatch, copied
 from unisono.values import map_leaves, tensors_of
 
@@ -64,8 +65,10 @@ class Placement:
     def _copied(self, parts: SplitBatch) -> SplitBatch:
         if not self._streams:
             return parts
-        for stream in self._streams.values():
-            _wait_for_gpu_tensors(stream, parts)
+        # Input that was made on a GPU may still be in the making, on the stream of this thread.
+        made_on = {tensor.device for tensor in tensors_of(parts.leaves) if tensor.is_cuda}
+        for stream, gpu in itertools.product(self._streams.values(), made_on):
+            stream.wait_stream(torch.cuda.current_stream(gpu))
         leaves = [
             tuple(
                 component if target.type != "cuda" else self._copy(component, target)
@@ -91,22 +94,12 @@ class Placement:
 def arrived(parts: SplitBatch) -> SplitBatch:
     """Makes what the caller does next on the GPUs wait for the copies."""
     for gpu, event in parts.copies:
-        current = torch.cuda.current_stream(gpu)
-        current.wait_event(event)
-        for tensor in tensors_of(parts.leaves):
-            if tensor.device == gpu:
-                # Its memory came from the copying stream, which must not take it back while
-                # this one still reads it.
-                tensor.record_stream(current)
+        torch.cuda.current_stream(gpu).wait_event(event)
+    if parts.copies:
+        # The copying stream must not take their memory back while this one still reads it.
+        lend(tensors_of(parts.leaves))
     return parts
 
 
 def _apart(part: Any) -> Any:
     return part if isinstance(part, Tensor) else copied(part)
-
-
-def _wait_for_gpu_tensors(stream: torch.cuda.Stream, parts: SplitBatch) -> None:
-    """Input that was made on a GPU may still be in the making, on the stream of this thread."""
-    made_on = {tensor.device for tensor in tensors_of(parts.leaves) if tensor.is_cuda}
-    for gpu in made_on:
-        stream.wait_stream(torch.cuda.current_stream(gpu))

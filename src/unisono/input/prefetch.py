@@ -9,9 +9,12 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from unisono.input.loader_workers import guard_list_of_processes
+from torch.utils.data._utils import signal_handling
+
+from unisono.sharing import computed_once, in_place_of
+from unisono.system import lock_across_forks
 from unisono.tracing.lock_waits import has_lock
 
 T = TypeVar("T")
@@ -115,3 +118,24 @@ def _stop(buffer: _Buffer[T], thread: threading.Thread) -> None:
     # The garbage collector may run this anywhere, on that thread too.
     if thread is not threading.current_thread():
         thread.join(_PATIENCE_S)
+
+
+@computed_once
+def guard_list_of_processes() -> None:
+    """Lets one thread at a time use torch's list of the processes of all data loaders.
+
+    The main thread reads it when a process ends, in the handler of a signal. A thread that draws
+    ahead adds processes to it, and removes them. At the same time, both would end in a crash.
+    """
+    # The thread that holds it may get the signal.
+    lock = lock_across_forks()
+    for name in ("_error_if_any_worker_fails", "_remove_worker_pids", "_set_worker_pids"):
+        in_place_of(signal_handling, name)(_locked(getattr(signal_handling, name), lock))
+
+
+def _locked(call: Callable[..., Any], lock: Any) -> Callable[..., Any]:
+    def locked(*args: Any) -> Any:
+        with lock:
+            return call(*args)
+
+    return locked

@@ -8,12 +8,10 @@ from unisono.kernels.batch import (
     reduce_into,
 )
 from unisono.kernels.checks import check_axes, check_gather, check_layout, check_replicas
-from unisono.kernels.gpu import TableArena, triton_status
 from unisono.kernels.native import native_core
 from unisono.kernels.tree import divide, result_dtype, tree_reduce, undivided, wide_dtype
 
 __all__ = [
-    "TableArena",
     "check_axes",
     "check_gather",
     "check_layout",
@@ -27,7 +25,6 @@ __all__ = [
     "reduce_into",
     "result_dtype",
     "tree_reduce",
-    "triton_status",
     "undivided",
     "wide_dtype",
 ]

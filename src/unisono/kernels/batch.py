@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from unisono.kernels.checks import check_replicas
-from unisono.kernels.gpu import reduce_on_gpu
 from unisono.kernels.native import native_core
 from unisono.kernels.tree import divide, tree_reduce, undivided, wide_dtype
 from unisono.options import ReduceOp
 
 Item = Sequence[Tensor]
+
+
+@functools.cache
+def _on_gpu() -> Callable[[ReduceOp, Sequence[Item], Sequence[Item]], bool]:
+    """Returns what reduces on a GPU. Programs on CPUs do not load it."""
+    from unisono.kernels.gpu import reduce_on_gpu
+
+    return reduce_on_gpu
 
 
 def reduce_batch(
@@ -41,25 +49,19 @@ def reduce_fused(
     The kernels support contiguous tensors that fit together, so these items need no other check. On
     a GPU, they reduce the whole batch or nothing.
     """
-    if batch and _is_on_gpu(batch[0]):
-        return _reduce_on_gpu(op, batch, copies)
-    return _reduce_on_host(op, batch, copies)
-
-
-def _is_on_gpu(item: Item) -> bool:
-    return isinstance(item[0], Tensor) and item[0].is_cuda
-
-
-def _reduce_on_gpu(
-    op: ReduceOp, batch: Sequence[Item], copies: Sequence[int]
-) -> list[tuple[Tensor, ...] | None]:
+    if not batch or not _is_on_gpu(batch[0]):
+        return _reduce_on_host(op, batch, copies)
     if not all(_is_on_gpu(item) and item[0].layout is torch.strided for item in batch):
         return [None] * len(batch)
     outputs = [
         tuple(torch.empty_like(item[0], requires_grad=False) for _ in range(count))
         for item, count in zip(batch, copies, strict=True)
     ]
-    return [*outputs] if reduce_on_gpu(op, batch, outputs) else [None] * len(batch)
+    return [*outputs] if _on_gpu()(op, batch, outputs) else [None] * len(batch)
+
+
+def _is_on_gpu(item: Item) -> bool:
+    return isinstance(item[0], Tensor) and item[0].is_cuda
 
 
 def _reduce_on_host(
@@ -94,7 +96,7 @@ def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) ->
     """
     if not batch:
         return True
-    into = reduce_on_gpu if _is_on_gpu(batch[0]) else _reduce_into_on_host
+    into = _on_gpu() if _is_on_gpu(batch[0]) else _reduce_into_on_host
     if into(op, batch, outputs):
         return True
     reordered = _reordered(batch, outputs)

@@ -12,7 +12,7 @@ from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import ReduceOp
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
-_REAL = frozenset(
+REAL_DTYPES = frozenset(
     [
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
         *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -99,22 +99,18 @@ def check_gather(
     for tensor in tensors:
         check_layout(tensor, what, action, (torch.strided,))
     first = tensors[0]
-    if any(tensor.dtype != first.dtype for tensor in tensors):
-        raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, first_id, action, holder)
-    if any(tensor.dim() != first.dim() for tensor in tensors):
-        raise _mismatch(
-            what, "number of dimensions", tensors, lambda t: t.dim(), first_id, action, holder
-        )
+
+    def check(trait: str, read: Callable[[Tensor], Hashable]) -> None:
+        if any(read(tensor) != read(first) for tensor in tensors):
+            raise _mismatch(what, trait, tensors, read, first_id, action, holder)
+
+    check("dtype", lambda tensor: tensor.dtype)
+    check("number of dimensions", lambda tensor: tensor.dim())
     if first.dim() == 0:
         raise UnsupportedError("A scalar has no axis to gather along. Call `.reshape(1)` first.")
     _check_axis(axis, first.dim())
-
-    def others(tensor: Tensor) -> tuple[int, ...]:
-        return tuple(size for i, size in enumerate(tensor.shape) if i != axis % first.dim())
-
-    if any(others(tensor) != others(first) for tensor in tensors):
-        trait = f"shape but for dimension {axis}"
-        raise _mismatch(what, trait, tensors, others, first_id, action, holder)
+    others = [i for i in range(first.dim()) if i != axis % first.dim()]
+    check(f"shape but for dimension {axis}", lambda t: tuple(t.shape[i] for i in others))
 
 
 def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:
@@ -127,7 +123,7 @@ def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:
         raise UnsupportedError(
             f"{what} is torch.bool, which has no {op}. Convert it, for example to torch.int32."
         )
-    elif dtype not in _REAL:
+    elif dtype not in REAL_DTYPES:
         raise UnsupportedError(
             f"{what} is {dtype}, which torch cannot add. Convert it, for example to torch.float32."
         )

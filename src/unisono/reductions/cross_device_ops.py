@@ -116,20 +116,17 @@ class CrossDeviceOps:
         ]
         options = check_options(options)
         with span("reduce", "batch_reduce", op=op, values=len(pairs)):
-            return self._checked_batch(op, pairs, options)
-
-    def _checked_batch(
-        self, op: ReduceOp, pairs: list[Pair], options: CommunicationOptions
-    ) -> list[Result]:
-        if self.reads_values:
-            return self.batch_reduce_implementation(op, pairs, options)
-        pairs = [
-            (_checked(op, value, f"Value {index} of the batch"), targets)
-            for index, (value, targets) in enumerate(pairs)
-        ]
-        rest = [pair for pair in pairs if not _is_alone(*pair)]
-        reduced = iter(self.batch_reduce_implementation(op, rest, options) if rest else [])
-        return [_copy_alone(op, pair[0]) if _is_alone(*pair) else next(reduced) for pair in pairs]
+            if self.reads_values:
+                return self.batch_reduce_implementation(op, pairs, options)
+            pairs = [
+                (_checked(op, value, f"Value {index} of the batch"), targets)
+                for index, (value, targets) in enumerate(pairs)
+            ]
+            rest = [pair for pair in pairs if not _is_alone(*pair)]
+            reduced = iter(self.batch_reduce_implementation(op, rest, options) if rest else [])
+            return [
+                _copy_alone(op, pair[0]) if _is_alone(*pair) else next(reduced) for pair in pairs
+            ]
 
     def reduce_gradients(
         self,
@@ -137,18 +134,9 @@ class CrossDeviceOps:
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Result]:
-        """Reduces all gradients of a backward pass. Strategies call it if `wants_all_gradients`.
+        """Reduces all gradients of a backward pass, where each goes. See `batch_reduce`.
 
-        Args:
-            reduce_op: How gradients become one; a `ReduceOp` or its name.
-            value_destination_pairs: The gradients of each parameter and where they go.
-            options: Hints for this batch.
-
-        Returns:
-            The results, in the order of the pairs.
-
-        Raises:
-            ValueError: As `batch_reduce` does.
+        Strategies call it if `wants_all_gradients`.
         """
         op = ReduceOp.read(reduce_op)
         pairs = [
@@ -220,14 +208,8 @@ class CrossDeviceOps:
     ) -> Result:
         """Does the work of `reduce`. Must be overridden.
 
-        Args:
-            reduce_op: How to combine the components.
-            per_replica_value: Tensors of one shape, dtype and layout.
-            destinations: Where the result goes: `destinations.devices`.
-            options: Hints for this reduction.
-
-        Returns:
-            The tensor for one destination device, a `Mirrored` for several.
+        See `reduce`. The components of `per_replica_value` are tensors of one shape, dtype and
+        layout, and the result goes to `destinations.devices`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must override `reduce_implementation(reduce_op, "
@@ -239,13 +221,7 @@ class CrossDeviceOps:
     ) -> list[Result]:
         """Does the work of `batch_reduce`. By default, it reduces one value after another.
 
-        Args:
-            reduce_op: How to combine the components of each value.
-            value_destination_pairs: Values and destinations; see `reduce_implementation`.
-            options: Hints for this batch.
-
-        Returns:
-            The results, in the order of the pairs.
+        See `batch_reduce`. The values and destinations are those of `reduce_implementation`.
         """
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
@@ -258,29 +234,13 @@ class CrossDeviceOps:
         """Reduces all gradients of a backward pass, if it is overridden.
 
         If it is not overridden, it is not called: gradients are reduced in packs, like other
-        batches.
-
-        Args:
-            reduce_op: How gradients become one.
-            value_destination_pairs: The gradients of each parameter that a replica has used, and
-                where they go. There may be one replica.
-            options: Hints for this batch.
-
-        Returns:
-            The results, in the order of the pairs.
+        batches. See `batch_reduce`. The values are the gradients of each parameter that a replica
+        has used. There may be one replica.
         """
         return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
 
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
-        """Does the work of `broadcast`. By default, it copies to each device.
-
-        Args:
-            tensor: What to copy.
-            destinations: Where the copies go: `destinations.devices`.
-
-        Returns:
-            The copy for one destination device, a `Mirrored` for several.
-        """
+        """Does the work of `broadcast`. By default, it copies to each device. See `broadcast`."""
         machine = this_machine()
         return mirrored(
             tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +31,15 @@ class NcclAllReduce(AllReduce):
     NCCL, an unknown dtype), the values are reduced on one device instead. The log says so once. It
     keeps its communicators for each set of GPUs until `close`.
 
-    Args:
-        num_packs: How many packs to split a batch into; 0 reduces each value alone. Or a rule of
-            `unisono.packing`.
+    See `HierarchicalCopyAllReduce` for `num_packs`.
     """
+
+    keeps_to_schedule = False
 
     def __init__(self, num_packs: int | PackingRule = 1) -> None:
         super().__init__(num_packs)
         self._has_said = False
+        self._lock = threading.Lock()
         # By GPUs; None if NCCL could not connect them.
         self._groups: dict[tuple[int, ...], NcclGroup | None] = {}
 

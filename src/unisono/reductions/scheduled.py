@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from unisono.algorithms import Plan, Schedule, make_plan, one_device, run
 from unisono.arguments import check_callable, check_instance
 from unisono.devices import Device, DeviceLike, Machine, resolve, this_machine
 from unisono.errors import UnsupportedError
@@ -19,6 +17,9 @@ from unisono.packing import Line
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pairs, Result, mirrored
 from unisono.reductions.destinations import Destinations
 from unisono.values import DistributedValues, as_tensor, concatenate, is_sparse
+
+if TYPE_CHECKING:
+    from unisono.algorithms import Plan, Schedule
 
 # Values, one tensor per replica in each.
 Batch: TypeAlias = Sequence[tuple[Tensor, ...]]
@@ -53,10 +54,12 @@ class ScheduledOps(CrossDeviceOps):
     """A cross-device operation that follows a schedule."""
 
     reads_values: ClassVar[bool] = True
+    # Whether what is sent is what the schedule says, so that its cost can be predicted.
+    keeps_to_schedule: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._routes: dict[tuple[Ends, int, Machine], Route] = {}
-        self._lock = threading.Lock()
+        self._are_one_sum: dict[tuple[Ends, Machine], bool] = {}
 
     def root(self, ends: Ends) -> Device:
         """Returns the device that reduces sparse values, and values that go to other devices."""
@@ -67,6 +70,8 @@ class ScheduledOps(CrossDeviceOps):
 
         By default, the root reduces all values.
         """
+        from unisono.algorithms import one_device
+
         return one_device(
             len(ends.sources),
             root=places.index(self.root(ends)),
@@ -101,29 +106,23 @@ class ScheduledOps(CrossDeviceOps):
 
     def route(self, ends: Ends, turn: int = 0) -> Route:
         """Returns the route between `ends`, which is cached."""
-        key = ends, turn, this_machine()
-        route = self._routes.get(key)
-        if route is None:
-            with self._lock:
-                route = self._routes.setdefault(key, self._make_route(ends, turn))
-        return route
-
-    def _make_route(self, ends: Ends, turn: int) -> Route:
         machine = this_machine()
-        root = self.root(ends)
-        places = self._places(ends)
-        plan = make_plan(
-            self.schedule(ends, places, turn),
-            len(ends.sources),
-            tuple(machine.memory(place) for place in places),
-            tuple(places.index(device) for device in ends.destinations),
-        )
-        return Route(
-            plan,
-            tuple(machine.torch_device(place) for place in places),
-            machine.torch_device(root),
-            tuple(machine.torch_device(device) for device in ends.destinations),
-        )
+        route = self._routes.get((ends, turn, machine))
+        if route is None:
+            from unisono.algorithms import make_plan
+
+            places = self._places(ends)
+            plan = make_plan(
+                self.schedule(ends, places, turn),
+                len(ends.sources),
+                tuple(map(machine.memory, places)),
+                tuple(map(places.index, ends.destinations)),
+            )
+            on = tuple(map(machine.torch_device, places))
+            outputs = tuple(map(machine.torch_device, ends.destinations))
+            route = Route(plan, on, machine.torch_device(self.root(ends)), outputs)
+            self._routes[ends, turn, machine] = route
+        return route
 
     def _places(self, ends: Ends) -> tuple[Device, ...]:
         others = dict.fromkeys((self.root(ends), *ends.destinations))
@@ -153,12 +152,11 @@ class ScheduledOps(CrossDeviceOps):
         for i, tensors in read.items():
             what = "The value" if indices is None else f"Value {indices[i]} of the batch"
             check_replicas(op, tensors, what)
-        route = self.route(ends)
         dense = {}
         for i, tensors in read.items():
             sparse = sum(is_sparse(tensor) for tensor in tensors)
             if sparse == len(tensors):
-                results[i] = _reduce_sparse(op, tensors, route)
+                results[i] = _reduce_sparse(op, tensors, self.route(ends))
             else:
                 dense[i] = tuple(t.to_dense() for t in tensors) if sparse else tensors
         if dense:
@@ -168,7 +166,15 @@ class ScheduledOps(CrossDeviceOps):
 
     def is_one_sum(self, ends: Ends) -> bool:
         """Whether all that it does is one sum inside one memory, which the kernels know."""
-        return self.route(ends).plan.is_one_sum
+        machine = this_machine()
+        found = self._are_one_sum.get((ends, machine))
+        if found is None:
+            # Inside one memory, devices send each other nothing that had to be planned.
+            is_inside = len({machine.memory(place) for place in self._places(ends)}) == 1
+            is_default = type(self).schedule is ScheduledOps.schedule
+            found = (is_inside and is_default) or self.route(ends).plan.is_one_sum
+            self._are_one_sum[ends, machine] = found
+        return found
 
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[Any, ...]], ends: Ends
@@ -189,7 +195,7 @@ class ScheduledOps(CrossDeviceOps):
     ) -> list[tuple[Tensor, ...]]:
         """Reduces dense tensors that fit together, and returns one tensor per destination."""
         route = self.route(ends)
-        return run(route.plan, op, batch, route.places)
+        return route.plan.run(op, batch, route.places)
 
 
 def _by_ends(pairs: Pairs) -> dict[Ends, list[int]]:

@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 import torch.distributed
 
-from unisono.devices import Device, DeviceLike, near_groups, resolve, this_machine
+from unisono.devices import Device, DeviceLike, resolve, this_machine
 from unisono.packing import BYTES_PER_PACK, Line
-from unisono.reductions.all_reduce import HierarchicalCopyAllReduce
 from unisono.reductions.cross_device_ops import CrossDeviceOps
-from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.scheduled import Ends, Prices, ReductionToOneDevice, ScheduledOps
 
 _logger = logging.getLogger(__name__)
@@ -21,7 +19,7 @@ _logger = logging.getLogger(__name__)
 class Choice(NamedTuple):
     """A reduction, and the reason in words."""
 
-    ops: CrossDeviceOps
+    ops: ScheduledOps
     reason: str
 
 
@@ -55,9 +53,8 @@ def choose_cross_device_ops(
     resolved = tuple(map(resolve, devices))
     choice = _by_kind(resolved, has_nccl)
     num_memories = len({this_machine().memory(device) for device in resolved})
-    is_nccl = isinstance(choice.ops, NcclAllReduce)
     # Between two devices there is one way only.
-    if tuning is None or is_nccl or num_memories < max(3, len(resolved)):
+    if tuning is None or not choice.ops.keeps_to_schedule or num_memories < max(3, len(resolved)):
         return choice
     return _faster(resolved, tuning)
 
@@ -66,13 +63,15 @@ def predicted_cost(
     ops: CrossDeviceOps, devices: tuple[Device, ...], tuning: Prices | None
 ) -> Line | None:
     """Returns the cost of an all-reduce between devices, or None if it is not known."""
-    if tuning is None or isinstance(ops, NcclAllReduce) or not isinstance(ops, ScheduledOps):
+    if tuning is None or not isinstance(ops, ScheduledOps) or not ops.keeps_to_schedule:
         return None
     return ops.cost(Ends(devices, devices), tuning)
 
 
 def _faster(devices: tuple[Device, ...], tuning: Prices) -> Choice:
     """Returns the reduction whose schedule takes less time for a pack of gradients."""
+    from unisono.reductions.all_reduce import HierarchicalCopyAllReduce
+
     candidates = (ReductionToOneDevice(), HierarchicalCopyAllReduce(num_packs=len(devices)))
     ends = Ends(devices, devices)
     costs = [ops.cost(ends, tuning) for ops in candidates]
@@ -97,6 +96,10 @@ def _by_kind(resolved: Sequence[Device], has_nccl: bool | None) -> Choice:  # no
         )
     if any(device.type != "cuda" for device in resolved):
         return Choice(ReductionToOneDevice(), "not all replicas are on GPUs")
+    from unisono.devices import near_groups
+    from unisono.reductions.all_reduce import HierarchicalCopyAllReduce
+    from unisono.reductions.nccl import NcclAllReduce
+
     if len(memories) < len(resolved):
         why_not_nccl = "replicas share GPUs, which NCCL does not allow"
     elif not (torch.distributed.is_nccl_available() if has_nccl is None else has_nccl):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,13 +21,16 @@ from unisono.contexts import CrossReplicaContext, current_replica, entered, get_
 from unisono.devices import Device, cpu_slots
 from unisono.errors import ContextError, UnsupportedError
 from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
+from unisono.modules import AnyVariable, is_variable, variable_of
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.reductions import destinations_of, listed_pairs
 from unisono.strategies.combining import concatenate
-from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.worker import WorkerReplicas
 from unisono.values import DistributedValues, Mirrored, flatten, select_replica
-from unisono.variables import Component, Variable, variable_of
+
+if TYPE_CHECKING:
+    from unisono.strategies.steps import MultiStepContext
+    from unisono.variables import Variable
 
 
 class StrategyExtended(WorkerReplicas):
@@ -94,7 +97,7 @@ class StrategyExtended(WorkerReplicas):
                 return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
             if self.counting.is_wrapped:
                 return self._reduce_single(op, value, destinations)
-        if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
+        if isinstance(value, Mirrored) or (is_variable(value) and value.is_mirrored):
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
                 raise UnsupportedError(
                     "A mirrored value is the same on every replica, so its sum over replicas has "
@@ -170,7 +173,7 @@ class StrategyExtended(WorkerReplicas):
         """
         check_call("fn", fn, args, kwargs)
         check_bool("group", group)
-        if not isinstance(var, Variable):
+        if not is_variable(var):
             raise UnsupportedError(
                 f"`update()` takes a `Variable` of the strategy, got {type(var).__name__}."
             )
@@ -195,9 +198,8 @@ class StrategyExtended(WorkerReplicas):
         *,
         is_grouped: bool,
     ) -> Any:
-        calls = [
-            (owner, functools.partial(fn, Component.of(var.values[owner]))) for owner in var.owners
-        ]
+        components = zip(var.owners, var.components(), strict=True)
+        calls = [(owner, functools.partial(fn, component)) for owner, component in components]
         results = self._call_each(calls, args, kwargs)
         if is_grouped and all(leaf is None for own in results for leaf in flatten(own)[0]):
             return None
@@ -261,7 +263,7 @@ class StrategyExtended(WorkerReplicas):
 
     def read_var(self, v: Variable) -> Any:
         """Reads the variable `v`; one that is `ON_READ`, as its aggregation says."""
-        check_instance("v", v, Variable, "a `Variable` of the strategy")
+        check_instance("v", v, AnyVariable, "a `Variable` of the strategy")
         return v.value()
 
     def value_container(self, value: Any) -> Any:
@@ -276,7 +278,7 @@ class StrategyExtended(WorkerReplicas):
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether `v` is a variable that was made under this strategy."""
-        return isinstance(v, Variable) and v.strategy is self.strategy
+        return is_variable(v) and v.strategy is self.strategy
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
@@ -328,6 +330,8 @@ class StrategyExtended(WorkerReplicas):
         check_call("fn", fn, (), None)
         check_int("iterations", iterations, least=0)
         check_instance("iterator", iterator, DistributedIterator, "a distributed iterator")
+        from unisono.strategies.steps import MultiStepContext
+
         steps = MultiStepContext(initial_loop_values)
         with entered(CrossReplicaContext(self.strategy.extended)):
             for _ in range(iterations):

@@ -10,17 +10,16 @@ from unisono.errors import UnsupportedError
 from unisono.input import (
     ArrayDataset,
     DistributedDataset,
-    DistributedDatasetsFromFunction,
     DistributedIterator,
     InputContext,
     InputOptions,
     InputReplicationMode,
     ValueContext,
     numpy_dataset,
-    values_from_function,
 )
 
 if TYPE_CHECKING:
+    from unisono.input import DistributedDatasetsFromFunction
     from unisono.strategies.extended import StrategyExtended
 
 
@@ -75,6 +74,8 @@ class InputMethods:
         Returns:
             An iterable of the inputs of each step.
         """
+        from unisono.input import DistributedDatasetsFromFunction
+
         return DistributedDatasetsFromFunction(
             dataset_fn,
             self._input_context,
@@ -100,6 +101,8 @@ class InputMethods:
         Returns:
             The structure of a value with `PerReplica` leaves, also where there is one replica.
         """
+        from unisono.input import values_from_function
+
         layout, job = self._extended.layout, self._extended.elastic
         contexts = [ValueContext(replica, layout.total) for replica in range(layout.total)]
         own = slice(layout.own.start, layout.own.stop)

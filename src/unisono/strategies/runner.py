@@ -145,30 +145,28 @@ class Runner:
             has_workers=replicas.gradients.has_workers,
         )
 
-    def run_single(
-        self, replicas: Replicas, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any
-    ) -> Any:
-        """Calls `fn` for a replica that shares nothing, and returns what it returns."""
+    def run_single(self, replicas: Replicas, step: Step) -> Any:
+        """Makes a step for a replica that shares nothing, and returns what it returns."""
         tell_compiler()
         if self._meeting is None:
             self._meeting = self._new_meeting(replicas, None, is_serial=False)
-        context = ReplicaContext(replicas, 0, self._meeting)
-        own, own_kwargs = select_replica(0, args), select_replica(0, kwargs) if kwargs else kwargs
-        with span("replica", "replica", replica=0), entered(context), _on_device(self.places[0]):
-            return fn(*own, **own_kwargs)
+        return self._call_single(ReplicaContext(replicas, 0, self._meeting), step)
+
+    def _call_single(self, context: ReplicaContext, step: Step) -> Any:
+        with (
+            span("replica", "replica", replica=0),
+            entered(context),
+            _on_device(self.places[0]),
+            _recorded(context.meeting, 0),
+        ):
+            return step.of(0)()
 
     def _run_on(
         self, contexts: list[ReplicaContext], meeting: ReplicaMeeting, step: Step
     ) -> Sequence[Any]:
         places = self.places
         if contexts[0].replicas.mirrors.is_single:
-            with (
-                span("replica", "replica", replica=0),
-                entered(contexts[0]),
-                _on_device(places[0]),
-                _recorded(meeting, 0),
-            ):
-                return (step.of(0)(),)
+            return (self._call_single(contexts[0], step),)
         of_run = None if meeting.recorder is None else meeting.recorder.generators
         if of_run is None:
             of_run = self.of_run = RunGenerators()
@@ -194,12 +192,9 @@ class Runner:
                     return meeting.exposed(replica_id, own)
 
             def on_device() -> Any:
-                try:
-                    stream = streams[replica_id] if streams else None
+                stream = streams[replica_id] if streams else None
+                with self._named(replica_id):
                     return ambient.call(body, places[replica_id], stream)
-                except Exception as error:
-                    add_note(error, self._origin(context.local_id))
-                    raise
 
             def traced() -> Any:
                 with span("replica", "replica", replica=replica_id):
@@ -219,23 +214,20 @@ class Runner:
 
     def _run_alone(self, context: ReplicaContext, step: Step) -> Any:
         """Makes a step for the only replica of this worker, which has all that its caller has."""
-        try:
-            with (
-                span("replica", "replica", replica=0),
-                entered(context),
-                _on_device(self.places[0]),
-                # Backward hooks must find the replica, so they run on its thread.
-                set_multithreading_enabled(False),
-                _intraop_threads(self._num_intraop),
-                without_shared_caches(),
-                drawing(),
-                context.replicas.mirrors.postponed,
-                _recorded(context.meeting, 0),
-            ):
-                return step.of(0)()
-        except Exception as error:
-            add_note(error, self._origin(context.local_id))
-            raise
+        with (
+            self._named(0),
+            span("replica", "replica", replica=0),
+            entered(context),
+            _on_device(self.places[0]),
+            # Backward hooks must find the replica, so they run on its thread.
+            set_multithreading_enabled(False),
+            _intraop_threads(self._num_intraop),
+            without_shared_caches(),
+            drawing(),
+            context.replicas.mirrors.postponed,
+            _recorded(context.meeting, 0),
+        ):
+            return step.of(0)()
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -249,11 +241,8 @@ class Runner:
         meeting = ReplicaMeeting(len(self._devices), self._all_at_once, names=self._names)
 
         def attending(replica_id: int, call: Callable[[], None]) -> None:
-            try:
+            with self._named(replica_id):
                 meeting.attend(replica_id, call)
-            except Exception as error:
-                add_note(error, self._origin(replica_id))
-                raise
 
         each = [functools.partial(attending, i, call) for i, call in enumerate(calls)]
         self.threads.run(each, meeting, self._num_replaying)
@@ -273,8 +262,21 @@ class Runner:
         calls = [functools.partial(call, i) for i in range(len(self._devices))]
         return running.meeting.call_waiting(calls)
 
-    def _origin(self, replica_id: int) -> str:
-        return f"Raised on {self._names[replica_id]} ({self._devices[replica_id]})."
+    def _named(self, replica_id: int) -> _Named:
+        return _Named(f"Raised on {self._names[replica_id]} ({self._devices[replica_id]}).")
+
+
+class _Named:
+    """Says in the errors of a block where they were raised; a class, as `entered` is."""
+
+    def __init__(self, words: str) -> None:
+        self._words = words
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            add_note(error, self._words)
 
 
 def _recorded(meeting: ReplicaMeeting, replica_id: int) -> AbstractContextManager[None]:
@@ -290,16 +292,14 @@ def _on_device(place: torch.device) -> AbstractContextManager[Any]:
 @contextmanager
 def _intraop_threads(num_threads: int | None) -> Iterator[None]:
     """In the block, torch uses `num_threads` inside an operator. None changes nothing."""
-    if num_threads is None:
-        yield
-        return
     before = torch.get_num_threads()
+    during = before if num_threads is None else num_threads
     try:
-        if num_threads != before:
-            torch.set_num_threads(num_threads)
+        if during != before:
+            torch.set_num_threads(during)
         yield
     finally:
-        if num_threads != before:
+        if during != before:
             torch.set_num_threads(before)
 
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
@@ -13,13 +14,12 @@ from torch import nn
 from unisono.arguments import check_call, check_instance, check_int, check_optional, in_words
 from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
 from unisono.errors import ContextError, UnsupportedError
+from unisono.modules import bring_in, creating
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.strategies.combining import read_axes, reduce_leaf
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
-from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
 from unisono.values import DistributedValues, flatten, select_replica
-from unisono.variables import bring_in, creating
 
 if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver
@@ -157,8 +157,7 @@ class Strategy(InputMethods):
         """
         self._check_cross_replica("reduce()")
         if isinstance(reduce_op, VariableAggregation):
-            warn_of_older_form()
-            return aggregate(self, reduce_op, value, axis)
+            return _older_names().reduced(self, reduce_op, value, axis)
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
         axes = read_axes(axis)
@@ -343,7 +342,9 @@ class Strategy(InputMethods):
 
         def __getattr__(self, name: str) -> Any:
             """The names that TensorFlow 1.12 had for the methods of a strategy."""
-            return older_name(self, name)
+            if name.startswith("_"):
+                return super().__getattribute__(name)
+            return _older_names().older_name(self, name)
 
     def __copy__(self) -> Strategy:
         raise ContextError("A strategy cannot be copied shallowly; use `copy.deepcopy`.")
@@ -382,3 +383,10 @@ class Strategy(InputMethods):
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._extended.worker_devices))
         return f"{type(self).__name__}({devices})"
+
+
+def _older_names() -> ModuleType:
+    """Returns what knows the names that strategies had in TensorFlow 1.12."""
+    from unisono.contrib import older_names
+
+    return older_names

@@ -18,13 +18,13 @@ from unisono.devices import Device, replica_devices, this_machine
 from unisono.engines import ThreadState
 from unisono.errors import ContextError
 from unisono.gradients import GradientReducer, Reduction
+from unisono.modules import Leaves, Mirrors, merge, watch_torch
+from unisono.modules.leaves import hide_cleared
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
 from unisono.reductions import CrossDeviceOps, Prices, Workers, predicted_cost
 from unisono.strategies.counting import Counting
 from unisono.strategies.runner import Capturable, Runner, Step
 from unisono.tracing import span
-from unisono.variables import Leaves, Mirrors, merge, undone, watch_torch
-from unisono.variables.leaves import hide_cleared
 
 if TYPE_CHECKING:
     from unisono.hooks import WorkersGroup
@@ -202,30 +202,29 @@ class WorkerReplicas:
         recorder: Any = None,
     ) -> Any:
         """Runs a step on all replicas, and returns what they return."""
+        step = Step(fn, args, kwargs)
         if recorder is None and self.mirrors.is_single and self.mirrors.generation == 0:
             # No leaf, and nothing to bring to other replicas.
-            return self.counting.regrouped((self._runner.run_single(self, fn, args, kwargs),))
+            return self.counting.regrouped((self._runner.run_single(self, step),))
         if recorder is None or not (recorder.is_capturing and recorder.streams):
             # No graph of one memory can bring something to others.
             self.mirrors.refresh()
         self.gradients.begin(weights, () if recorder is None else recorder.streams)
-        step = Step(fn, args, kwargs)
         run = functools.partial(self._runner.run, self, step, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
             return self.counting.regrouped(results)
         idle = [i for i, weight in enumerate(weights) if weight == 0.0]
         try:
-            with undone(self.mirrors, idle) if idle else nullcontext():
+            with _undone(self.mirrors, idle) if idle else nullcontext():
                 results = self.mirrors.call_in_use(fn, run)
             self.mirrors.watch.check()
-            self.mirrors.states.check()
-            self.mirrors.parts.check()
+            self.mirrors.watch.check_parts()
             self.mirrors.groups.settle(len(self._devices), recorder)
             hide_cleared(self.mirrors.all_leaves)
         finally:
             self.mirrors.groups.forget()
-            self.mirrors.states.forget()
+            self.mirrors.watch.states = {}
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
         self.mirrors.buffers.end(weights, recorder)
         self.mirrors.metrics.end(weights)
@@ -281,7 +280,8 @@ class WorkerReplicas:
         if self._process != os.getpid() and self.workers.are_many:
             return
         if self.hook is not None:
-            _hooking().forget(self.hook)
+            # No checkpoint holds what it keeps any more.
+            _hooking().hooks.discard(self.hook)
         # Graphs may hold work of the workers, who end what threads may wait for.
         if self._captures is not None:
             self._captures.close()
@@ -296,6 +296,13 @@ def _hooking() -> ModuleType:
     from unisono.workers import hooking
 
     return hooking
+
+
+def _undone(mirrors: Mirrors, idle: Sequence[int]) -> AbstractContextManager[None]:
+    """In the block, what replicas without samples do is undone. Few runs have such replicas."""
+    from unisono.modules.snapshot import undone
+
+    return undone(mirrors, idle)
 
 
 def memories_of(

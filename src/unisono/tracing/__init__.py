@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unisono.tracing.recording import Trace, record, record_if_asked
 from unisono.tracing.spans import Span, join_workers, span
 
 if TYPE_CHECKING:
+    from unisono.tracing.recording import Trace, record, record_if_asked
     from unisono_tools.traces import (
         Event,
         Shares,
@@ -47,12 +47,12 @@ __all__ = [
 
 
 def _load(name: str) -> Any:
-    """Returns a name of the tools, which Python asks for when it is not here yet."""
+    """Returns a name that few programs need, which Python asks for when it is not here yet."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from unisono.tracing.recording import analysis
+    from unisono.tracing import recording
 
-    return getattr(analysis(), name)
+    return getattr(recording if hasattr(recording, name) else recording.analysis(), name)
 
 
 if not TYPE_CHECKING:

@@ -27,10 +27,6 @@ class Reading(NamedTuple):
     queued: int = 0
     slices: int = 0
 
-    def plus(self, other: Reading, sign: int = 1) -> Reading:
-        """Returns the sum or, with -1, the difference."""
-        return Reading(*(a + sign * b for a, b in zip(self, other, strict=True)))
-
     @property
     def busy(self) -> int:
         """The time in which it ran, or was ready to run."""
@@ -57,7 +53,8 @@ class _ThreadClock:
 
     def pause(self) -> None:
         if self._num_pauses == 0:
-            self.reading = self.reading.plus(self._now().plus(self._since, -1))
+            times = zip(self.reading, self._since, self._now(), strict=True)
+            self.reading = Reading(*(so_far + now - since for so_far, since, now in times))
         self._num_pauses += 1
 
     def resume(self) -> None:

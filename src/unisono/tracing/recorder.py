@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from unisono.arguments import check_instance
 from unisono.errors import TraceError
 from unisono.system import boot_id, namespace
+from unisono.tracing.spans import Place
 
 # A monotonic clock, in nanoseconds.
 Clock: TypeAlias = Callable[[], int]
@@ -26,13 +27,6 @@ RawEvent: TypeAlias = tuple[int, int, str, str, dict[str, Any]]
 
 FORMAT = "unisono trace 1"
 _EVENTS_PER_CHUNK = 1024
-
-
-class Place(NamedTuple):
-    """The rank of this worker, and the number of workers."""
-
-    rank: int
-    size: int
 
 
 class Lane:

@@ -10,18 +10,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from typing_extensions import Self
 
 from unisono.errors import ContextError
-from unisono.tracing.lock_waits import LockWaits
-from unisono.tracing.recorder import Place, Recorder
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from unisono.tracing.lock_waits import LockWaits
+    from unisono.tracing.recorder import Recorder
+
+
+class Place(NamedTuple):
+    """The rank of this worker, and the number of workers."""
+
+    rank: int
+    size: int
 
 
 class Span:

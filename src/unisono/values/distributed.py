@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from typing_extensions import Self
 
 from unisono.arguments import check_int, check_iterable
 from unisono.devices import Device, DeviceLike, cpu_slots, resolve
 from unisono.errors import ReplicaMismatchError, UnsupportedAttributeError, UnsupportedError
 from unisono.values.tensor_like import TensorLike, replica_seen
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Origin(NamedTuple):
@@ -63,7 +61,13 @@ class DistributedValues:
     def devices(self) -> tuple[Device, ...]:
         """The device of each component, by replica id."""
         if self._devices is None:
-            self._devices = _devices_of(self._values)
+            # One tuple for many values, so that they are quickly seen to be at the same places.
+            self._devices = slots = cpu_slots(len(self._values))
+            if any(isinstance(value, Tensor) and value.is_cuda for value in self._values):
+                self._devices = tuple(
+                    resolve(value.device) if isinstance(value, Tensor) and value.is_cuda else slot
+                    for value, slot in zip(self._values, slots, strict=True)
+                )
         return self._devices
 
     def select(self, replica_id: int) -> Any:
@@ -99,11 +103,7 @@ class PerReplica(TensorLike, DistributedValues):
     """Values that may differ from replica to replica, such as a loss or a gradient.
 
     Inside `run`, it can be used as one tensor: each replica sees its own component. Outside `run`,
-    using it as one tensor raises an `UnsupportedError`.
-
-    Args:
-        values: See `DistributedValues`.
-        devices: See `DistributedValues`.
+    using it as one tensor raises an `UnsupportedError`. See `DistributedValues` for the arguments.
 
     Attributes:
         counts: How many samples each replica had: the replicas of all workers, while the components
@@ -189,11 +189,7 @@ class Mirrored(TensorLike, DistributedValues):
     """Values that are the same on every replica, such as a reduced gradient.
 
     It can be used as one tensor. A replica sees its own component; code outside `run` sees the
-    first.
-
-    Args:
-        values: See `DistributedValues`.
-        devices: See `DistributedValues`.
+    first. See `DistributedValues` for the arguments.
     """
 
     __slots__ = ()
@@ -221,13 +217,3 @@ def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ..
             f"{', '.join(map(str, resolved)) or 'none'}."
         )
     return resolved
-
-
-def _devices_of(values: tuple[Any, ...]) -> tuple[Device, ...]:
-    slots = cpu_slots(len(values))
-    if any(isinstance(value, Tensor) and value.is_cuda for value in values):
-        return tuple(
-            resolve(value.device) if isinstance(value, Tensor) and value.is_cuda else slot
-            for value, slot in zip(values, slots, strict=True)
-        )
-    return slots

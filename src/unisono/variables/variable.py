@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,21 +23,22 @@ from unisono.contexts import (
 from unisono.devices import this_machine
 from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.kernels import check_layout
+from unisono.modules.leaves import VariableLeaves, remember
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike, components_of
-from unisono.variables.creation import let_optimizers_take_variables
-from unisono.variables.leaves import VariableLeaves, remember
+from unisono.variables.making import MadeOnce, let_optimizers_take_variables
 from unisono.variables.policy import (
     HasPolicy,
-    VariablePolicy,
     VariableSynchronization,
     check_shape,
+    checked_policy,
     refuse_arguments,
 )
 from unisono.variables.writes import (
     NUMBERS,
     Assignable,
+    Component,
     Write,
     apart_from,
     cast,
@@ -51,24 +51,7 @@ if TYPE_CHECKING:
     from unisono.strategies import Strategy
 
 
-class _MadeOnce(type):
-    """On a replica, making an object is a meeting: replica 0 makes it, and all get that one."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        context = current_replica()
-        make = super().__call__
-        if context is None:
-            return make(*args, **kwargs)
-        return context.merge_call(lambda _: make(*args, **kwargs))
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        """The arguments of `__init__`, for `help` and editors."""
-        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_MadeOnce):
+class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=MadeOnce):
     """A tensor with a component on every replica of the strategy that it is made under.
 
     It can be used wherever torch takes a tensor: a replica's code sees its own component, other
@@ -129,11 +112,13 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         check_layout(own, self._what)
         value = self._of_chief(own)
         check_shape(self._what, value.shape, shape)
-        self._policy = VariablePolicy(synchronization, aggregation, value.dtype, trainable)
+        self._policy = checked_policy(
+            synchronization, aggregation, value.dtype, trainable=trainable
+        )
         devices = self._replicas.worker_devices
         if not has_strategy():
             devices = destinations_of(value).devices
-        self._owner_of = self._policy.owners(devices)
+        self._owner_of = self._owners(devices)
         places = [this_machine().torch_device(device) for device in devices]
         storages = {owner: value.to(places[owner], copy=True) for owner in self.owners}
         super().__init__(self._aliases(storages), devices)
@@ -154,7 +139,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     @property
     def is_mirrored(self) -> bool:
         """Whether all components always have the same value."""
-        return not self._policy.is_local
+        return not self._is_local
 
     @property
     def shape(self) -> torch.Size:
@@ -166,6 +151,10 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         """The replicas whose components have their own storage: writing to these is enough."""
         return tuple(dict.fromkeys(self._owner_of))
 
+    def components(self) -> list[Component]:
+        """Returns what has a storage, of each of the `owners`, to be written to."""
+        return [Component.of(self._values[owner]) for owner in self.owners]
+
     def select(self, replica_id: int) -> Variable:
         """Returns the variable itself: code on a replica sees its own component of it."""
         super().select(replica_id)
@@ -175,10 +164,10 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         """Returns the component that the running code sees itself, or a new tensor if reduced."""
         replica = self._replica()
         component: Tensor = self._values[replica.local_id if replica else 0]
-        if replica is not None or not self._policy.is_on_read:
+        if replica is not None or not self.is_on_read:
             return component
-        self._policy.check_read()
-        op, job = self._policy.reduce_op, self._replicas.elastic
+        self._check_read()
+        op, job = self.aggregation.reduce_op, self._replicas.elastic
         known: tuple[Tensor, ...] | None = None if job is None else job.variables.known(self)
         if op is None and known is not None:
             return known[0].to(component.device, copy=True)
@@ -241,7 +230,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         self._check_place(f"{write.value}()")
         check_bool("read_value", is_read)
         replica = self._replica()
-        self._policy.check_write(write, is_on_replica=replica is not None, is_read=is_read)
+        self._check_write(write, is_on_replica=replica is not None, is_read=is_read)
         if write.is_scatter:
             rows, values = self._given(indices), self._given(given)
             given = change_of_rows(self._what, rows, values, self.shape, self.dtype)
@@ -252,21 +241,21 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             self._write_on(replica, write, given)
         if not is_read:
             return None
-        if replica is not None or self._policy.is_on_read or len(self._values) == 1:
+        if replica is not None or self.is_on_read or len(self._values) == 1:
             return self.value()
         return Mirrored.placed(self._values, self.devices)
 
     def _write_on(self, replica: ReplicaContext, write: Write, given: Any) -> None:
         value = self._given(given)
         check_value(self._what, value, self.shape, self.dtype)
-        if self._policy.is_local:
+        if self._is_local:
             if replica.counts:
                 self._apply(write, {replica.local_id: value})
             return
         # A number does not say whether it is the replica's own, and whether replicas give equal
         # ones may depend on the data: refused always, and not only when they do.
         if isinstance(value, NUMBERS) and self._replicas.layout.are_several:
-            self._policy.check_not_sum(self._what, value)
+            self._check_not_sum(self._what, value)
         elif not isinstance(value, Tensor):
             value = cast(value, self.dtype)
         replica.merge_call(Variable._merge, (self, write, value))
@@ -279,13 +268,13 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
                 f"The replicas write different variables or in different ways: {variable} with "
                 f"{write}. Make the same writes in the same order on every replica."
             )
-        op = variable._policy.reduce_op
+        op = variable.aggregation.reduce_op
         workers = variable._replicas.workers
         is_for_all = not isinstance(value, PerReplica)
         if is_for_all and (workers.are_many or len(variable._values) == 1):
             value = PerReplica.placed((value,) * len(variable._values), variable.devices)
         if not isinstance(value, PerReplica):
-            variable._policy.check_not_sum(variable._what, value)
+            variable._check_not_sum(variable._what, value)
             variable._apply(write, dict.fromkeys(variable.owners, value))
         elif op is None:
             first = variable._of_chief(cast(value.values[0], variable.dtype))
@@ -311,7 +300,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             whole = self._of_chief(whole)
         every = [whole] * num_replicas
         if write is Write.ASSIGN:
-            every = self._policy.shares(whole, num_replicas, is_rest_allowed=is_rest_allowed)
+            every = self._shares(whole, num_replicas, is_rest_allowed=is_rest_allowed)
         shares = every[replicas.first_replica_id :]
         self._apply(write, {owner: shares[owner] for owner in self.owners}, every)
 
@@ -321,10 +310,8 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     ) -> None:
         """Writes to components, after a look at all changes: they may come from this variable.
 
-        Args:
-            write: How.
-            changes: What is written, by replica on this worker.
-            every: What is written on all workers, if this one knows it.
+        `changes` is what is written, by replica on this worker, and `every` on all workers, if this
+        one knows it.
         """
         ready = {i: apart_from(self._values, cast(c, self.dtype)) for i, c in changes.items()}
         job = self._replicas.elastic
@@ -356,7 +343,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     def _aliases(self, storages: dict[int, Tensor]) -> tuple[Tensor, ...]:
         """Returns a component for each replica, which has its own gradient but not its storage."""
         aliases = (storages[owner].detach() for owner in self._owner_of)
-        return tuple(map(Parameter, aliases) if self._policy.collects_gradients else aliases)
+        return tuple(map(Parameter, aliases) if self._collects_gradients else aliases)
 
     def _of_chief(self, value: Tensor) -> Tensor:
         replicas = self._replicas
@@ -375,7 +362,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
 
     @property
     def _is_trained(self) -> bool:
-        is_trained = self._policy.collects_gradients and not self.is_on_read
+        is_trained = self._collects_gradients and not self.is_on_read
         return is_trained and not self._replicas.mirrors.is_single
 
     def _refuse_operator(self, other: Any) -> Any:

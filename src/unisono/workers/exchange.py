@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from unisono.gradients.packs import Exchange, Pack, Reduction, SparsePack, best_limit, grouped
+from unisono.modules import Leaves, Mirrors, raw
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import Spec, by_dtype
-from unisono.variables import Leaves, Mirrors
 from unisono.workers.across import AcrossWorkers
 from unisono.workers.packs import HookedPack, WorkerPack
 from unisono.workers.replica_hooks import Hook, ReplicaHooks
@@ -36,8 +37,11 @@ class WorkerExchange(Exchange):
 
     def packs(self, trained: Sequence[Leaves]) -> tuple[list[Pack], list[Pack]]:
         # What has sparse gradients comes last, each on its own.
-        sparse = [one for one in trained if self._mirrors.is_sparse(one)]
-        dense = [one for one in trained if not self._mirrors.is_sparse(one)]
+        modules = map(raw, self._mirrors.primaries())
+        tables = (one["_parameters"].values() for one in modules if one.get("sparse", False))
+        known = set(map(id, itertools.chain.from_iterable(tables)))
+        sparse = [one for one in trained if id(one.primary) in known]
+        dense = [one for one in trained if id(one.primary) not in known]
         limit = self.reduction.options.bytes_per_pack or best_limit(dense, self._cost)
         alike = by_dtype([Spec.of(one.primary) for one in dense], range(len(dense)))
         groups = [group for own in alike for group in grouped([dense[i] for i in own], limit)]
@@ -45,7 +49,7 @@ class WorkerExchange(Exchange):
         return packs, [SparsePack(one, self.reduction) for one in sparse]
 
     def _pack(self, groups: Sequence[Sequence[Leaves]], number: int) -> Pack:
-        given = groups[number], self._across, self.reduction.op
+        given = groups[number], self.reduction, self._across
         if self._hook is None:
             return WorkerPack(*given)
         is_last = number + 1 == len(groups)

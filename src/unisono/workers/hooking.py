@@ -19,17 +19,7 @@ if TYPE_CHECKING:
     from unisono.strategies.worker import WorkerReplicas
 
 # The hooks of open strategies, the newest last.
-_hooks: LiveSet[Hook] = LiveSet()
-
-
-def newest_hook() -> Hook | None:
-    """Returns the hook that this process has registered last with a strategy that is open."""
-    return next(reversed(list(_hooks)), None)
-
-
-def forget(hook: Hook) -> None:
-    """Lets no checkpoint hold what a hook keeps any more."""
-    _hooks.discard(hook)
+hooks: LiveSet[Hook] = LiveSet()
 
 
 def group_of(replicas: WorkerReplicas) -> WorkersGroup:
@@ -62,7 +52,7 @@ def made(replicas: WorkerReplicas, state: object, hook: HookFunction) -> Hook:
         rank, size = replicas.workers.rank, replicas.workers.size
         who = f"worker {rank} of {size}"
         found = CommHook(state, hook, who, rank, size, replicas.mirrors.places[0])
-    _hooks.add(found)
+    hooks.add(found)
     return found
 
 
@@ -91,7 +81,7 @@ def _of_replicas(replicas: WorkerReplicas, state: object, hook: HookFunction) ->
             "`num_replicas` a communication hook is called for each replica. Leave out "
             "`cross_device_ops`, `num_replicas`, or the hook."
         )
-    hooks = ReplicaHooks(state, hook, replicas.process_group)
+    found = ReplicaHooks(state, hook, replicas.process_group)
     if replicas.elastic is not None:
-        hooks.take(replicas.elastic.of_hooks)
-    return hooks
+        found.take(replicas.elastic.of_hooks)
+    return found

@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +41,7 @@ from unisono.devices import Device, cpu_slots, default_devices, resolve, this_ma
 from unisono.errors import ClusterError
 from unisono.options import CommunicationOptions
 from unisono.reductions import dealt
+from unisono.sharing import LiveSet
 from unisono.system import check_connections
 from unisono.tracing import join_workers
 
@@ -61,7 +61,8 @@ class Joined:
 # store, and by how often the job was restarted.
 _stores: dict[tuple[Address, int], Joined] = {}
 _lock = threading.Lock()
-_elastic: list[weakref.ref[ElasticJob]] = []
+# The elastic jobs of this process, the newest last.
+jobs: LiveSet[ElasticJob] = LiveSet()
 _log = logging.getLogger("unisono")
 # What is left for the last step of joining, however long the first ones took.
 _LEAST_SECONDS = 2.0
@@ -89,13 +90,12 @@ def join(
         text = None if tuning is None else tuning.to_text()
         card = WorkerCard.of(membership, len(devices), num_replicas, tuning=text)
         number = _next_meeting(joined.store, card, membership.coordinator_rank)
-        own = _meeting(joined.store, number)
-        cards = meet(_door(own), card, left.seconds())
+        own = PrefixStore(f"join/{number}", joined.store)
+        cards = meet(PrefixStore("meet", own), card, left.seconds())
         tuning = Tuning.from_text(cards[0].tuning) if cards[0].tuning else None
         place = PrefixStore("connect", own), membership.rank, membership.size
         # All have just met, so who does not come now has ended since.
-        connected = _connected(*place, devices, options, tuning, left.seconds())
-    communicator = TracedCommunicator(connected, group=number)
+        communicator = _connector(devices, options, tuning)(*place, left.seconds(), number - 1)
     joined.users.add(communicator)
     _forget_others(joined)
     counts = tuple(one.num_devices for one in cards)
@@ -168,39 +168,26 @@ def _first_door(membership: Membership, communicator: Communicator) -> tuple[Job
 def _connector(
     devices: Sequence[Device], options: CommunicationOptions, tuning: Tuning | None
 ) -> Connect:
-    """Returns what connects the workers of an elastic job each time that they meet."""
+    """Returns what connects workers that have met; those of an elastic job each time."""
+    places = map(this_machine().torch_device, devices)
+    gpus = [place for place in places if place.type == "cuda"]
 
     def connected(store: Store, rank: int, size: int, seconds: float, number: int) -> Communicator:
-        communicator = _connected(store, rank, size, devices, options, tuning, seconds)
+        communicator = connect(
+            store,
+            rank,
+            size,
+            timeout_seconds=options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS,
+            implementation=options.implementation,
+            joining_seconds=seconds,
+            tuning=tuning,
+            gpus=list(map(gpu_identity, gpus)),
+            gpu=next(iter(gpus), None),
+        )
+        join_workers(rank, size)
         return TracedCommunicator(communicator, group=number + 1)
 
     return connected
-
-
-def _connected(
-    store: Store,
-    rank: int,
-    size: int,
-    devices: Sequence[Device],
-    options: CommunicationOptions,
-    tuning: Tuning | None,
-    seconds: float,
-) -> Communicator:
-    places = map(this_machine().torch_device, devices)
-    gpus = [place for place in places if place.type == "cuda"]
-    communicator = connect(
-        store,
-        rank,
-        size,
-        timeout_seconds=options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS,
-        implementation=options.implementation,
-        joining_seconds=seconds,
-        tuning=tuning,
-        gpus=list(map(gpu_identity, gpus)),
-        gpu=next(iter(gpus), None),
-    )
-    join_workers(rank, size)
-    return communicator
 
 
 def _check_enough(num_replicas: int | None, size: int) -> None:
@@ -220,19 +207,10 @@ def _next_meeting(store: Store, card: WorkerCard, coordinator: int) -> int:
     joined = PrefixStore("joined", store)
     before = joined.add(str(card.rank), 0)
     number = max(before + 1, joined.add(str(coordinator), 0))
-    while was_left(_door(_meeting(store, number))):
+    while was_left(PrefixStore(f"join/{number}/meet", store)):
         number += 1
     joined.add(str(card.rank), number - before)
     return number
-
-
-def _meeting(store: Store, number: int) -> Store:
-    """Returns the part of the store in which a meeting is held."""
-    return PrefixStore(f"join/{number}", store)
-
-
-def _door(meeting: Store) -> Store:
-    return PrefixStore("meet", meeting)
 
 
 def leave(communicator: Communicator) -> None:
@@ -246,20 +224,10 @@ def _use_no_more(user: Communicator | ElasticMembers) -> None:
         joined.users.discard(user)
 
 
-def remember_elastic(job: ElasticJob) -> None:
-    """Lets `elastic_job` find a job."""
-    _elastic.append(weakref.ref(job))
-
-
 def forget_elastic(job: ElasticJob) -> None:
-    """Lets `elastic_job` find it no more: this process has left."""
-    _elastic[:] = [one for one in _elastic if one() not in (job, None)]
+    """When this process has left a job."""
+    jobs.discard(job)
     _use_no_more(job.members)
-
-
-def elastic_job() -> ElasticJob | None:
-    """Returns the elastic job that this process has joined last, if it has joined one."""
-    return next((found for one in reversed(_elastic) if (found := one()) is not None), None)
 
 
 def newest_workers() -> tuple[TracedCommunicator, JobStore] | None:

@@ -25,7 +25,6 @@ from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.mirrored import replica_settings
 from unisono.strategies.strategy import Strategy, T
 from unisono.strategies.worker import memories_of
-from unisono.variables import Variable
 from unisono.workers.config import ConfigProto
 from unisono.workers.connected import ConnectedWorkers
 from unisono.workers.elastic import ElasticJob
@@ -34,6 +33,7 @@ from unisono.workers.replica_hooks import ReplicaHooks
 
 if TYPE_CHECKING:
     from unisono.checkpoints.checkpoint import Checkpoint
+    from unisono.variables import Variable
 
 
 class _Wishes(NamedTuple):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono.devices import Trail
-from unisono.gradients.packs import Pack, gradients_of
+from unisono.gradients.packs import Pack, Reduction, gradients_of
 from unisono.hooks import GradBucket
 from unisono.kernels import reduce_into, tree_reduce, undivided, wide_dtype
+from unisono.modules import Leaves
 from unisono.options import ReduceOp
 from unisono.torch_private import copy_each
-from unisono.variables import Leaves
 from unisono.workers.across import AcrossWorkers
 from unisono.workers.replica_hooks import Hook, ReplicaHooks
 from unisono.workers.terms import Terms, apart_terms, whole_terms
@@ -38,11 +37,11 @@ class WorkerPack(Pack):
     def __init__(
         self,
         members: Sequence[Leaves],
+        reduction: Reduction,
         ops: AcrossWorkers,
-        op: ReduceOp,
         shape: Terms | None = None,
     ) -> None:
-        super().__init__(members)
+        super().__init__(members, reduction)
         first = members[0].leaves[0]
         dtype = first.dtype
         if shape is None:
@@ -50,7 +49,7 @@ class WorkerPack(Pack):
             # Partial sums of half precision are not rounded before the last.
             dtype = wide_dtype(dtype) if shape.are_sums else dtype
         self._ops = ops
-        self._op = op
+        self._op = reduction.op
         self._shape = shape
         self._trail = Trail()
         sizes = [one.primary.numel() for one in members]
@@ -140,13 +139,6 @@ class WorkerPack(Pack):
         engine = self._ops.communicator.graph_engine
         return self._place if engine is not None and engine.is_captured else None
 
-    def _are_used(self) -> list[Any]:
-        """Returns which parameters have a new gradient on any worker."""
-        if self.captured_on():
-            # Nobody can read it from the GPU. In every replay, all do what they do now.
-            return self._ops.any_worker(self._are_new)
-        return self._is_used.tolist()
-
     def _reduce(self) -> None:
         count = self._ops.num_replicas if self._op is ReduceOp.MEAN else None
         self._shape.all_reduce(self._ops.communicator, self._op, self._terms, count)
@@ -154,21 +146,20 @@ class WorkerPack(Pack):
     def give(self) -> Sequence[Leaves]:
         self._follow()
         given: list[Leaves] = []
-        for one, view, is_used in zip(self.members, self._views[0], self._are_used(), strict=True):
+        # Of a graph, nobody can read it from the GPU. In every replay, all do what they do now.
+        is_captured = self.captured_on() is not None
+        used = self._ops.any_worker(self._are_new) if is_captured else self._is_used.tolist()
+        for one, view, is_used in zip(self.members, self._views[0], used, strict=True):
             if is_used:
-                self._set_gradients(one.leaves, view)
                 given.append(one)
+                if self._can_lend:
+                    one.leaves[0].grad = view
+                for leaf in one.leaves[self._can_lend :]:
+                    if leaf.grad is None:
+                        leaf.grad = view.to(leaf.device, leaf.dtype, copy=True)
+                    else:
+                        leaf.grad.detach().copy_(view)
         return given
-
-    def _set_gradients(self, leaves: Sequence[nn.Parameter], total: Tensor) -> None:
-        if self._can_lend:
-            leaves[0].grad = total
-            leaves = leaves[1:]
-        for leaf in leaves:
-            if leaf.grad is None:
-                leaf.grad = total.to(leaf.device, leaf.dtype, copy=True)
-            else:
-                leaf.grad.detach().copy_(total)
 
 
 class HookedPack(WorkerPack):
@@ -182,15 +173,15 @@ class HookedPack(WorkerPack):
     def __init__(
         self,
         members: Sequence[Leaves],
+        reduction: Reduction,
         ops: AcrossWorkers,
-        op: ReduceOp,
         hook: Hook,
         *,
         index: int,
         is_last: bool,
     ) -> None:
         terms = apart_terms if isinstance(hook, ReplicaHooks) else whole_terms
-        super().__init__(members, ops, op, terms(ops.layout))
+        super().__init__(members, reduction, ops, terms(ops.layout))
         self._hook = hook
         self._index = index
         self._is_last = is_last

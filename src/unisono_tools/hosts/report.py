@@ -17,8 +17,8 @@ import torch
 from torch import distributed
 from torch.cuda import nccl
 
-from unisono.communicators import Layout
 from unisono.communicators.choice import choose
+from unisono.communicators.hosts import Layout
 from unisono.costs import BYTES_PER_PACK, Tuning, current_tuning, tuning_path
 from unisono.devices import (
     Device,
@@ -30,8 +30,10 @@ from unisono.devices import (
     near_groups,
     this_machine,
 )
+from unisono.devices.groups import topology_of
 from unisono.errors import DeviceError, TuningError
-from unisono.kernels import native_core, triton_status
+from unisono.kernels import native_core
+from unisono.kernels.gpu import triton_status
 from unisono.options import CommunicationImplementation
 from unisono.reductions import choose_cross_device_ops
 from unisono.system import TUNING
@@ -168,7 +170,7 @@ def _report(
     return HostReport(
         versions,
         engines,
-        this_machine().topology,
+        topology_of(this_machine()),
         num_cores,
         devices,
         near_groups(devices),

@@ -12,8 +12,7 @@ from __future__ import annotations
 from fractions import Fraction
 from functools import partial
 
-from unisono.algorithms import Round, Rounds, Send
-from unisono.algorithms.rounds import at, pairwise_sum, swap
+from unisono.algorithms.rounds import Round, Rounds, Send, at, pairwise_sum, swap
 
 _ALL = Fraction(1)
 

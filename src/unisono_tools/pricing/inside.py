@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from unisono.algorithms import Round, Rounds, Send
-from unisono.algorithms.rounds import at
+from unisono.algorithms.rounds import Round, Rounds, Send, at
 
 
 def all_gather(num_ranks: int) -> Rounds:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from fractions import Fraction
 
-from unisono.algorithms import Rounds, doubling, exchange, one_step
+from unisono.algorithms.rounds import Rounds, doubling, exchange, one_step
 from unisono.costs import SMALL_BYTES, Cluster, by_host, fastest_flat, first_bytes_for_parts
 from unisono.errors import UnsupportedError
 from unisono_tools.pricing.halving import halving

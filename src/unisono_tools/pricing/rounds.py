@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from unisono.algorithms import Round, Rounds, Send
+from unisono.algorithms.rounds import Round, Rounds, Send
 from unisono.costs import Cluster, Line
 
 Ranks: TypeAlias = npt.NDArray[np.int64]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from tables import every
 
-from unisono.algorithms import Rounds, doubling, exchange, one_step
+from unisono.algorithms.rounds import Rounds, doubling, exchange, one_step
 from unisono_tools.pricing import Phase, busiest_share, num_steps
 from unisono_tools.pricing.halving import halving
 from unisono_tools.pricing.inside import all_gather, gather, spread

@@ -179,18 +179,24 @@ def test_who_was_refused_is_told_to_those_who_wait_for_it() -> None:
         meet(PrefixStore("test", store), cards(2)[0], 0.2)
 
 
-def test_a_script_is_told_by_its_name_and_its_content(tmp_path: Path) -> None:
+def test_a_script_is_told_by_its_name_and_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     membership = Membership.of(SimpleClusterResolver({}))
     files = [tmp_path / "a" / "train.py", tmp_path / "b" / "train.py", tmp_path / "c" / "train.py"]
     for file, content in zip(files, ["x = 1", "x = 1", "x = 2"], strict=True):
         file.parent.mkdir()
         file.write_text(content)
 
-    here, copy, other = (WorkerCard.of(membership, 1, script=str(file)).script for file in files)
+    def script_of(path: object) -> str:
+        monkeypatch.setattr("sys.argv", [str(path)])
+        return WorkerCard.of(membership, 1).script
+
+    here, copy, other = map(script_of, files)
 
     assert here == copy != other
     assert here.startswith("train.py (")
-    assert WorkerCard.of(membership, 1, script="-c").script == "-c"
+    assert script_of("-c") == "-c"
 
 
 def test_a_card_is_read_as_it_was_written() -> None:

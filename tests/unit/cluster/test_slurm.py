@@ -115,7 +115,7 @@ def test_tasks_are_given_to_jobs_in_the_order_of_their_names() -> None:
 def test_jobs_must_have_all_tasks_and_known_names() -> None:
     with pytest.raises(ClusterError, match="`jobs` has 4 tasks, but 5 were started"):
         SlurmClusterResolver({"worker": 4}, environ=ENVIRON)
-    with pytest.raises(ClusterError, match="got 'trainer'"):
+    with pytest.raises(ClusterError, match="also has trainer"):
         SlurmClusterResolver({"trainer": 5}, environ=ENVIRON)
 
 

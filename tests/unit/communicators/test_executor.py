@@ -10,7 +10,7 @@ from processes.harness import run_ranks
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from unisono.algorithms import doubling, exchange, one_step, turns_of
+from unisono.algorithms.rounds import doubling, exchange, one_step, turns_of
 from unisono.communicators.executor import Executor, pieces_of
 from unisono.communicators.headers import HEADER_BYTES, Header
 from unisono.communicators.network import NetworkCommunicator
@@ -114,7 +114,7 @@ def sent_by(store: Store, rank: int, size: int) -> list[tuple[int, int]]:
     """The messages and bytes that a rank really sends in an all-reduce, by size of the tensor."""
     found = []
     with NetworkCommunicator(store, rank, size, backend="tcp", timeout_seconds=60) as communicator:
-        transport: Any = communicator._link._transport
+        transport: Any = communicator._link.transport
         sent: list[int] = []
         send = transport.send
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.autograd.profiler import profile
 
-from unisono.communicators.gloo import make_gloo_group
-from unisono.communicators.gloo_calls import receive
+from unisono.communicators.gloo import make_gloo_group, receive
 from unisono.communicators.gloo_memory import packed
 from unisono.communicators.gloo_peer import _SHORT
 from unisono.communicators.gloo_transport import GlooTransport

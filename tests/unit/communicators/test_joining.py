@@ -20,7 +20,7 @@ from unisono.communicators import joining
 from unisono.communicators.greeting import call
 from unisono.communicators.hosts import address_of_interface
 from unisono.communicators.job_store import serve_store, store_at
-from unisono.communicators.joining import _listening, join_mesh
+from unisono.communicators.joining import join_mesh
 from unisono.communicators.mesh import Mesh
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.sockets import encryption, listening
@@ -85,7 +85,7 @@ def test_a_host_that_knows_its_name_as_the_loopback_is_found_by_others(
     answer = (socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, 0))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [answer])
 
-    with _listening(name) as listener:
+    with listening(name, 0) as listener:
         bound = ipaddress.ip_address(listener.getsockname()[0])
         assert bound.is_unspecified is is_everywhere
 
@@ -116,7 +116,7 @@ def talk(
 
 
 def _is_encrypted(communicator: NetworkCommunicator) -> bool:
-    connections = communicator._link._transport._connections  # type: ignore[attr-defined]
+    connections = communicator._link.transport._connections  # type: ignore[attr-defined]
     return all(isinstance(one._socket, ssl.SSLSocket) for one in connections.values())
 
 

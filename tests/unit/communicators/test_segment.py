@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -49,7 +50,9 @@ def share(
     seconds: float = 60,
     enter: Callable[[int], Entered] = Entered,
 ) -> Entered:
-    return share_memory(store, rank, size, seconds, lambda: create_segment(4096), enter)
+    create = functools.partial(create_segment, 4096)
+    entered: Entered = share_memory(store, rank, size, seconds, create, enter)
+    return entered
 
 
 @pytest.fixture

@@ -11,18 +11,20 @@ import random
 import re
 import subprocess
 from collections import OrderedDict, UserDict, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from thread_ranks import make_threads
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import unisono
-from unisono.communicators.wire import read, write
-from unisono.errors import UnsupportedError
+from unisono.communicators.wire import read, share_state, write
+from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.source.random_state import random_state, set_random_state
 
 
@@ -202,3 +204,49 @@ def test_nothing_in_the_package_reads_pickles() -> None:
     root = Path(unisono.__file__).parent
     found = [path for path in root.rglob("*.py") if wanted.search(path.read_text())]
     assert found == []
+
+
+def shared(states: list[Any], root: int) -> list[Any]:
+    def share(communicator: Any) -> Any:
+        try:
+            return share_state(communicator, states[communicator.rank], root)
+        except (UnsupportedError, CommunicationError) as error:
+            return type(error), str(error)
+
+    with ThreadPoolExecutor(len(states)) as pool:
+        return list(pool.map(share, make_threads(len(states))))
+
+
+def test_state_arrives_with_the_same_bits() -> None:
+    values = torch.tensor([0.1, math.nan, -0.0, math.inf])
+    state = {
+        "model": {"w": values, "half": values.to(torch.bfloat16), "mask": values > 0},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "groups": [{"lr": 1e-3}]},
+        "empty": torch.empty(0, 3),
+        "other": (1, -0.0, math.inf, None, True, "é", b"\0\xff", [], {(1, "a"): ()}),
+        "view": torch.arange(6).view(2, 3).t(),
+    }
+    root, one, other = shared([None, state, 5], root=1)[1], *shared([None, state, 5], 1)[::2]
+    assert root is state
+    for copy in (one, other):
+        assert copy["other"] == state["other"]
+        assert math.copysign(1, copy["other"][1]) == -1
+        assert copy["optimizer"]["groups"] == [{"lr": 1e-3}]
+        assert copy["optimizer"]["state"][0]["step"].shape == ()
+        assert torch.equal(copy["view"], state["view"])
+        assert copy["empty"].shape == (0, 3)
+        for name, tensor in state["model"].items():
+            found = copy["model"][name]
+            assert found.dtype == tensor.dtype
+            assert bytes(found.view(torch.uint8).tolist()) == bytes(
+                tensor.view(torch.uint8).tolist()
+            )
+
+
+@pytest.mark.parametrize("wrong", [{"a": [object()]}, {"a": [torch.eye(2, device="meta")]}])
+def test_what_cannot_be_sent_is_named_on_all_ranks(wrong: Any) -> None:
+    first, second = shared([wrong, None], root=0)
+    assert first[0] is UnsupportedError
+    assert second[0] is CommunicationError
+    assert "state['a'][0]" in first[1]
+    assert "state['a'][0]" in second[1]

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from unisono.engines.operators import make_operators_once
+from unisono.engines.process_wide import keep_replicas_apart
 
 NUM_OPERATORS = 100
 NUM_THREADS = 4
 
 
 def test_all_threads_get_the_same_object_for_an_operator() -> None:
-    make_operators_once()
+    keep_replicas_apart()
     names = [f"operator_{i}" for i in range(NUM_OPERATORS)]
     library = torch.library.Library("unisono_test", "DEF")
     for name in names:

@@ -127,6 +127,17 @@ def test_a_profiler_is_refused_in_a_step_and_not_around_run(
     assert any(one.key == "aten::add" for one in profiler.key_averages())
 
 
+def test_tracing_is_refused_before_it_patches_modules_for_all(
+    mirrored: Callable[..., uo.MirroredStrategy],
+) -> None:
+    call = torch.nn.Module.__call__
+
+    with pytest.raises(UnsupportedError, match=r"torch\.fx\.Tracer\.trace"):
+        mirrored(2).run(lambda: torch.fx.symbolic_trace(torch.nn.ReLU()))
+
+    assert torch.nn.Module.__call__ is call
+
+
 def test_blocks_for_other_devices_do_nothing_in_a_step() -> None:
     """As in transformers, whose CTC losses switch cuDNN off."""
     strategy = uo.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.masked import masked_tensor
 from torch.nn import functional
 
 from unisono.functions.captured import without_garbage
@@ -126,6 +127,12 @@ def in_inference_mode(x: Tensor) -> Any:
         return FOR_INFERENCE(y).clone()
 
 
+def with_a_subclass(x: Tensor) -> Any:
+    total: Any = masked_tensor(x, x > 0).sum()
+    return total.get_data()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 @pytest.mark.parametrize(
     "fn",
     [
@@ -139,6 +146,7 @@ def in_inference_mode(x: Tensor) -> Any:
         with_many_layers,
         with_an_lstm,
         in_inference_mode,
+        with_a_subclass,
     ],
 )
 def test_it_gives_the_same_bits_for_other_values(fn: Callable[..., Any]) -> None:

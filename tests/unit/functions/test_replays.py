@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono.kernels import native_core
+from unisono.modules import Contents
+from unisono.modules.leaves import with_own_gradients
 from unisono.testing import separate_memories
-from unisono.variables import Contents
-from unisono.variables.leaves import with_own_gradients
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_contents_are_compared_by_identity(
         pytest.skip("there is no native core")
     if not is_native:
         plain = core._replace(hold_same=None)
-        monkeypatch.setattr("unisono.variables.attributes.native_core", lambda: plain)
+        monkeypatch.setattr("unisono.modules.attributes.native_core", lambda: plain)
     first, second = object(), object()
     table = {"a": first, "b": None}
     row = [first, second]

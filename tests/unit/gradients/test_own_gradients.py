@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 import unisono as uo
 from unisono.errors import ContextError, UnsupportedError
 from unisono.gradients.packs import Reduction
-from unit.variables.test_once_calls import Program, X, Y, loss, net, same, split, weights
+from unit.modules.test_once_calls import Program, X, Y, loss, net, same, split, weights
 
 Make = Callable[..., uo.MirroredStrategy]
 

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import unisono as uo
 from unit.gradients.test_own_gradients import trained
-from unit.variables.test_once_calls import Program, X, Y, loss, same, split, weights
+from unit.modules.test_once_calls import Program, X, Y, loss, same, split, weights
 
 Make = Callable[..., uo.MirroredStrategy]
 

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling as handling
 
-from unisono.input import loader_workers, prefetch
+from unisono.input import prefetch
 from unisono.input.prefetch import Prefetcher
 
 signal_handling: Any = handling
@@ -34,7 +34,7 @@ def test_the_list_of_processes_is_not_read_while_it_changes(
     monkeypatch.setattr(signal_handling, "_remove_worker_pids", remove)
     monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", read)
     monkeypatch.setattr(signal_handling, "_set_worker_pids", lambda *_: None)
-    guard: Any = loader_workers.guard_list_of_processes
+    guard: Any = prefetch.guard_list_of_processes
     guard.__wrapped__()
     thread = threading.Thread(target=signal_handling._remove_worker_pids, args=(1,))
     thread.start()

@@ -11,10 +11,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from unisono.kernels import gpu_sums as sums
 from unisono.kernels import tree_reduce
-from unisono.kernels.gpu import sums
-from unisono.kernels.gpu.launch import launch
-from unisono.kernels.gpu.tables import read_in_python
+from unisono.kernels.gpu import launch, read_in_python
 from unisono.options import ReduceOp
 
 # Not bfloat16, which the interpreter cuts off where a GPU rounds.

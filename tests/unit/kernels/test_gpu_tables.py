@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.kernels.gpu.tables import read_in_python
+from unisono.kernels.gpu import read_in_python
 from unisono.options import ReduceOp
 
 BLOCK = 8

@@ -1,7 +1,7 @@
 import pytest
 
 from unisono.errors import UnsupportedError
-from unisono.packing.packs import group_by_bytes, group_small, split_evenly
+from unisono.packing import group_by_bytes, group_small, split_evenly
 
 
 @pytest.mark.parametrize(

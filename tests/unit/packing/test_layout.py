@@ -16,8 +16,8 @@ from unisono.packing import (
     SmallGroups,
     Spec,
     by_dtype,
+    split_evenly,
 )
-from unisono.packing.packs import split_evenly
 
 RULES = [
     NoPacking(),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono.errors import ContextError, EndOfInputError, UnsupportedError
-from unisono.strategies import MultiStepContext
+from unisono.strategies.steps import MultiStepContext
 
 Make = Callable[..., uo.MirroredStrategy]
 

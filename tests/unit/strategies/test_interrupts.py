@@ -17,12 +17,12 @@ from unisono.contexts.current import entered, stack
 from unisono.engines import drawing
 from unisono.functions.watching import Watching
 from unisono.gradients.reducer import GradientReducer
-from unisono.variables.attributes import Attributes
-from unisono.variables.buffers import Buffers
-from unisono.variables.front import Fronts
-from unisono.variables.mirrors import Mirrors
-from unisono.variables.statistics import Flat
-from unisono.variables.written import Parts, Watch
+from unisono.modules.attributes import Attributes
+from unisono.modules.buffers import Buffers
+from unisono.modules.front import Fronts
+from unisono.modules.mirrors import Mirrors
+from unisono.modules.statistics import Flat
+from unisono.modules.written import Watch
 
 MOST_CALLS = 8
 Make = Callable[..., uo.MirroredStrategy]
@@ -102,9 +102,9 @@ def trained(
         (Fronts, "take_down"),
         (GradientReducer, "_make_packs"),
         (Mirrors, "_leaves_for"),
-        (Parts, "note"),
         (Flat, "give"),
         (Watch, "_add_copies"),
+        (Watch, "note_parts"),
         (Watch, "stamp"),
         (drawing, "__exit__"),
         (entered, "__exit__"),

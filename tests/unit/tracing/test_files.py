@@ -10,7 +10,8 @@ import pytest
 
 from unisono.errors import ContextError, TraceError, UnsupportedError
 from unisono.tracing import read_folder, record, span, summarise
-from unisono.tracing.recorder import Place, Recorder
+from unisono.tracing.recorder import Recorder
+from unisono.tracing.spans import Place
 
 
 def test_spans_come_back_as_they_were(tmp_path: Path) -> None:

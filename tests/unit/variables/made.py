@@ -13,8 +13,7 @@ from unisono.contexts import get_replica_context
 from unisono.options import VariableAggregation
 from unisono.strategies import MirroredStrategy
 from unisono.values import DistributedValues
-from unisono.variables.policy import VariableSynchronization
-from unisono.variables.variable import Variable
+from unisono.variables import Variable, VariableSynchronization
 
 NONE, SUM, MEAN = VariableAggregation.NONE, VariableAggregation.SUM, VariableAggregation.MEAN
 FIRST = VariableAggregation.ONLY_FIRST_REPLICA

@@ -11,8 +11,7 @@ from unisono.errors import UnequalCallsError, UnsupportedError
 from unisono.options import VariableAggregation
 from unisono.strategies import MirroredStrategy
 from unisono.values import Mirrored, PerReplica
-from unisono.variables import Variable
-from unisono.variables.policy import VariableSynchronization
+from unisono.variables import Variable, VariableSynchronization
 from unit.variables.made import (
     FIRST,
     MEAN,

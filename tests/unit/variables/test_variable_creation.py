@@ -10,7 +10,7 @@ import torch
 from unisono.options import VariableAggregation
 from unisono.strategies import MirroredStrategy
 from unisono.testing import separate_memories
-from unisono.variables.policy import VariablePolicy, VariableSynchronization
+from unisono.variables.policy import VariableSynchronization
 from unisono.variables.variable import Variable
 from unit.variables.made import (
     FIRST,
@@ -58,10 +58,10 @@ def test_variables_are_trainable_unless_they_are_synchronized_on_read() -> None:
 
 
 def test_a_policy_cannot_be_changed() -> None:
-    policy = VariablePolicy(ON_READ, SUM, torch.int64)
+    variable = Variable(1, synchronization=ON_READ, aggregation=SUM)
 
     with pytest.raises(AttributeError):
-        policy.trainable = True  # type: ignore[misc]
+        variable.trainable = True  # type: ignore[misc]
 
 
 def test_an_initial_value_is_called_once(strategy: MirroredStrategy) -> None:

@@ -12,8 +12,7 @@ from unisono.errors import ContextError
 from unisono.options import VariableAggregation
 from unisono.strategies import MirroredStrategy
 from unisono.values import Mirrored, PerReplica
-from unisono.variables.policy import VariableSynchronization
-from unisono.variables.variable import Variable
+from unisono.variables import Variable, VariableSynchronization
 from unit.variables.made import (
     MEAN,
     NONE,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono.errors import UnsupportedError
+from unisono.modules.snapshot import Snapshot
 from unisono.values import PerReplica
-from unisono.variables import Snapshot
 from unisono.workers.elastic.results import packed, unpacked
 from unit.workers.lone_worker import relayout, strategy_of
 

@@ -61,7 +61,7 @@ def test_who_has_all_needs_no_parts() -> None:
     kept: dict[int, Kept | None] = {**kept_by(4, 4)}
     of_all = {i: content(i) for i in range(4)}
 
-    for found in exchange({10: Kept.of_all(of_all), 13: kept[13]}):
+    for found in exchange({10: Kept(of_all, [], {}, {}), 13: kept[13]}):
         assert plain(found) == plain(of_all)
     assert exchange({10: None, 11: None}) == [None, None]
 

@@ -1,6 +1,5 @@
 """The workers of an elastic job, which go on when some of them are lost, and let new ones in."""
 
 from unisono.cluster.elastic.members import ElasticMembers, Met
-from unisono.cluster.elastic.transfer import share_state
 
-__all__ = ["ElasticMembers", "Met", "share_state"]
+__all__ = ["ElasticMembers", "Met"]

@@ -43,12 +43,8 @@ class Contact(NamedTuple):
     """Where a worker can be reached, and how to know that it has ended.
 
     Attributes:
-        host: The address of its door.
-        port: The port of its door.
         process: An id that no other process has.
         machine: The same text for processes that see each other; "" if they cannot.
-        process_id: Its number there.
-        started: When it started there.
         launch: The same text for workers that were started together, and wait for each other where
             they begin a job.
     """

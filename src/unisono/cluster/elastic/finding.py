@@ -54,9 +54,7 @@ class Running(NamedTuple):
 def running_job(membership: Membership) -> Running | None:
     """Returns a worker of this job that trains already, or None if there is none.
 
-    Raises:
-        CommunicationError: If this worker is to join a job, or may not begin one, and no worker of
-            that job answers.
+    Raises if this worker is to join a job, or may not begin one, and no worker of it answers.
     """
     told, left = addresses_in(os.environ.get(JOIN, "")), Countdown(_JOIN_SECONDS)
     known = [(one.host, one.port) for one in _tasks(membership) if one is not None]
@@ -102,9 +100,6 @@ def publish(generation: Generation, process: str, seconds: float | None = None) 
 
     Args:
         seconds: How long to wait for a launcher that must know it at once; None if it need not.
-
-    Raises:
-        WorkerTimeoutError: If a launcher that must know it does not answer in time.
     """
     contacts = generation.contacts.values()
     doors = [str(Address(one.host, one.port)) for one in contacts]
@@ -142,7 +137,7 @@ def ended_in(generation: Generation) -> list[str]:
     number, found = str(generation.number).encode(), dict[str, bytes | None]()
     for at in _launchers() if keys else ():
         if (looked := _look(at, *keys)) is not None:
-            found |= zip(keys, looked, strict=True)
+            found |= zip(keys, looked[1], strict=True)
     return [key.partition("/")[2] for key, last in found.items() if last == number]
 
 
@@ -153,7 +148,7 @@ def doors_known_at(address: tuple[str, int]) -> str | None:
     """
     if (looked := _look(address, DOORS, STARTED)) is None:
         return "" if may_answer(*address) else None
-    doors, started = looked
+    _, (doors, started) = looked
     return None if doors is started is None else (doors or b"").decode()
 
 
@@ -169,7 +164,7 @@ def _doors_of_launcher() -> tuple[list[tuple[str, int]], bool]:
             # One that is paused may know of others.
             may_train |= may_answer(*at, is_here=True)
             continue
-        doors, others = looked
+        _, (doors, others) = looked
         found += addresses_in((doors or b"").decode())
         may_train |= bool(others)
     return found, may_train
@@ -180,11 +175,11 @@ def _launchers() -> list[tuple[str, int]]:
     return addresses_in(os.environ.get(LAUNCHER, ""))
 
 
-def _look(at: tuple[str, int], *keys: str) -> list[bytes | None] | None:
-    """Returns what lies at an address, or None if nobody answers there who is of the job."""
+def _look(at: tuple[str, int], *keys: str) -> tuple[JobStore, list[bytes | None]] | None:
+    """Returns a store and what lies in it, or None if nobody answers there who is of the job."""
     try:
         store = call_door(*at, _ANSWER_SECONDS)
-        return None if store is None else store.look(keys)
+        return None if store is None else (store, store.look(keys))
     except STORE_ERRORS:
         return None
 
@@ -221,13 +216,9 @@ def _tasks(membership: Membership) -> list[Address | None]:
 
 
 def _running(address: tuple[str, int]) -> Running | None:
-    store = call_door(*address, _ANSWER_SECONDS)
-    if store is None:
+    if (looked := _look(address, "generation", "tuning")) is None:
         return None
-    try:
-        generation, tuning = store.look(["generation", "tuning"])
-    except STORE_ERRORS:
-        return None
+    store, (generation, tuning) = looked
     if generation is None:
         return None
     return Running(store, Generation.from_text(generation), (tuning or b"").decode())

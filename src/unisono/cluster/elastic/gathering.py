@@ -322,7 +322,6 @@ class Gathering:
         return None
 
     def _votes(self, token: str) -> list[Vote]:
-        """The last vote of each process."""
         door, me = self._me.door, self._me
         keys = [f"{token}/vote/{n + 1}" for n in range(door.add(f"{token}/votes", 0))]
         votes = {}

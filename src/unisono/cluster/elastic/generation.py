@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 from unisono.cluster.elastic.doors import Contact
 from unisono.cluster.meeting import WorkerCard, differences
@@ -34,22 +34,24 @@ class Generation(NamedTuple):
     job: str = ""
 
     @staticmethod
-    def from_text(text: str | bytes) -> Generation:
-        """Reads what `to_text` has written."""
-        number, workers, next_number, votes, job = json.loads(text)
+    def of(content: Any) -> Generation:
+        """Returns the generation of which JSON has made lists and dicts."""
+        number, contacts, positions, *rest = content
         return Generation(
             number,
-            {one: Contact(*contact) for one, contact, _ in workers},
-            {one: None if place is None else tuple(place) for one, _, place in workers},
-            next_number,
-            votes,
-            job,
+            {int(one): Contact(*contact) for one, contact in contacts.items()},
+            {int(one): None if at is None else tuple(at) for one, at in positions.items()},
+            *rest,
         )
+
+    @staticmethod
+    def from_text(text: str | bytes) -> Generation:
+        """Reads what `to_text` has written."""
+        return Generation.of(json.loads(text))
 
     def to_text(self) -> str:
         """Returns the generation as it lies in a store."""
-        workers = [(one, tuple(self.contacts[one]), self.positions[one]) for one in self.contacts]
-        return json.dumps([self.number, workers, *self[3:]])
+        return json.dumps(self)
 
     def number_of(self, process: str) -> int | None:
         """Returns what a worker is called, given the id of its process; None if it is not in."""
@@ -82,8 +84,7 @@ class Standing(NamedTuple):
     does not know whether all have may take part in a newer one only if that is right after both.
 
     Attributes:
-        last: The last generation that counted.
-        accepted: Later ones that may count.
+        accepted: Generations after the last one, which may count.
     """
 
     last: Generation
@@ -112,16 +113,6 @@ class Standing(NamedTuple):
             for one in (self.last, generation)
         )
         return now and not before
-
-    def to_texts(self) -> list[str]:
-        """Returns it for a message."""
-        return [one.to_text() for one in self.generations]
-
-    @staticmethod
-    def from_texts(texts: Sequence[str]) -> Standing:
-        """Reads what `to_texts` has written."""
-        last, *accepted = map(Generation.from_text, texts)
-        return Standing(last, tuple(accepted))
 
     def together_with(self, others: Sequence[Standing]) -> Standing:
         """Returns what several workers know together."""
@@ -157,7 +148,7 @@ class Vote(NamedTuple):
 
     Attributes:
         attempt: Which of its votes this is.
-        standing: The generations that it knows of; None for a worker that wants to join.
+        standing: None for a worker that wants to join.
         position: How far it has come; None if it has no state.
         dead: Processes of workers that it knows to be dead, or to have left.
     """
@@ -171,29 +162,24 @@ class Vote(NamedTuple):
 
     def to_text(self) -> str:
         """Returns the vote as it lies in a store."""
-        standing = None if self.standing is None else self.standing.to_texts()
-        return json.dumps([*self[:2], standing, *self[3:5], self.card.to_text()])
+        return json.dumps(self, default=asdict)
 
     @staticmethod
     def from_text(text: bytes) -> Vote:
         """Reads what `to_text` has written."""
         contact, attempt, standing, position, dead, card = json.loads(text)
-        return Vote(
-            Contact(*contact),
-            attempt,
-            None if standing is None else Standing.from_texts(standing),
-            None if position is None else tuple(position),
-            dead,
-            WorkerCard.from_text(card),
-        )
+        if standing is not None:
+            last, accepted = standing
+            standing = Standing(Generation.of(last), tuple(map(Generation.of, accepted)))
+        position = None if position is None else tuple(position)
+        return Vote(Contact(*contact), attempt, standing, position, dead, WorkerCard(**card))
 
 
 class Choice:
     """The next generation, as far as the workers that have come tell.
 
     Args:
-        votes: What they say; the first one is of the worker that holds the meeting.
-        dead: Processes of workers that this worker knows to be dead, or to have left.
+        votes: The first one is of the worker that holds the meeting.
         admits: Whether workers that want to join are let in.
     """
 

@@ -40,12 +40,10 @@ class Met:
     Attributes:
         generation: Higher after each meeting; 0 at first.
         members: The workers, by the numbers that they keep, in the order of their ranks.
-        rank: The rank of this worker.
         communicator: What connects them until they meet again.
         positions: How far each had come, by rank; None for those that have no state.
         lost: Workers that were here before.
         joined: Workers that were not.
-        seconds: How long it took to meet.
     """
 
     generation: int
@@ -74,12 +72,9 @@ class Met:
 
 
 class ElasticMembers:
-    """The workers of an elastic job. Made by `found`, or by `joined` for a job that runs already.
+    """The workers of an elastic job, begun by `found`, or by `joined` if it runs already."""
 
-    Attributes:
-        met: What came of the last meeting.
-    """
-
+    # What came of the last meeting.
     met: Met
 
     def __init__(self, me: Attendee, connect: Connect) -> None:
@@ -96,14 +91,9 @@ class ElasticMembers:
         self.met = _met(generation, communicator, before=numbered, seconds=0.0)
 
     def joined(self, running: Generation) -> bool:
-        """Knocks at a job that runs, and returns when its workers have let this one in.
+        """Knocks at a job that runs until its workers let this one in.
 
-        Returns:
-            Whether it was let in; if not, the job has ended meanwhile.
-
-        Raises:
-            WorkerTimeoutError: If the others do not let it in in time.
-            JobMismatchError: If it does not belong to the job.
+        Returns whether they did; if not, the job has ended meanwhile.
         """
         start = time.monotonic()
         agreed, before = _let_in(self._me, running)
@@ -143,16 +133,6 @@ class ElasticMembers:
             leaving: The ranks of members that leave now, and do not call this; on one that is to
                 leave, its own.
             admits: Whether workers that want to join are let in; the same on all members.
-
-        Returns:
-            What they have agreed on; also in `met`.
-
-        Raises:
-            WorkerLostError: If the others have gone on without this worker, which was paused or cut
-                off for too long.
-            WorkerTimeoutError: If the others do not come to meet.
-            CommunicationError: If fewer than `min_workers` are left, or too few of the last
-                generation, or nobody with its state.
         """
         start, before = time.monotonic(), self.met
         if error is not None:
@@ -259,15 +239,40 @@ def _met(
 def _let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int, ...]]:
     """Knocks until the workers of a job let this one in.
 
-    Returns:
-        What they have agreed on, or None if the job has ended, and who its workers were before.
+    Returns what they have agreed on, or None if the job has ended, and who they were before.
     """
-    known: Generation | None = running
-    left, knocked = Countdown(me.rules.timeout_seconds), dict[tuple[str, int], float]()
-    while known is not None:
-        newest, agreed = _visited(me, known, knocked)
-        if agreed is not None:
-            return agreed, tuple(known.contacts)
+    known, left = running, Countdown(me.rules.timeout_seconds)
+    knocked = dict[tuple[str, int], float]()
+    while living := [one for one in known.contacts.values() if not one.has_ended()]:
+        newest = known
+        # The lowest one that answers holds a meeting, or hears the knock.
+        for contact in living:
+            found = me.doors.look(contact, ["open", "generation", "room"])
+            if found is None or found[1][1] is None:
+                continue
+            store, (token, text, room) = found
+            newest = Generation.from_text(text or b"")
+            if newest.job != known.job:
+                # Its worker has ended, and one of another job has its port.
+                newest = known
+                continue
+            if newest.number > known.number:
+                break
+            newest = known
+            if token is not None:
+                agreed = Gathering(me, None, known=known).attend(store, token.decode())
+                if agreed is not None:
+                    return agreed, tuple(known.contacts)
+                break
+            place = contact.process, known.number
+            is_due = time.monotonic() - knocked.get(place, -math.inf) > _AGAIN_SECONDS
+            if int(room or 0) > 0 and is_due:
+                knocked[place] = time.monotonic()
+                # It may have ended since it answered; then the next one is asked.
+                with suppress(*STORE_ERRORS):
+                    number = store.add("knocks", 1)
+                    store.set(f"knock/{number}", json.dumps(me.contact))
+            break
         if left.is_over():
             raise WorkerTimeoutError(
                 f"This worker has asked for {me.rules.timeout_seconds:g} s to join an elastic job "
@@ -278,38 +283,3 @@ def _let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int
         known = newest
         time.sleep(_PAUSE_SECONDS)
     return None, ()
-
-
-def _visited(
-    me: Attendee, known: Generation, knocked: dict[tuple[str, int], float]
-) -> tuple[Generation | None, Agreed | None]:
-    """Goes to the lowest worker that answers: comes to its meeting, or knocks.
-
-    Returns the newest generation, None if no worker is in one any more, and what came of a meeting.
-    """
-    is_alive = False
-    for contact in known.contacts.values():
-        if contact.has_ended():
-            continue
-        is_alive = True
-        found = me.doors.look(contact, ["open", "generation", "room"])
-        if found is None or found[1][1] is None:
-            continue
-        store, (token, text, room) = found
-        newest = Generation.from_text(text or b"")
-        if newest.job != known.job:
-            # Its worker has ended, and one of another job has its port.
-            continue
-        if newest.number > known.number:
-            return newest, None
-        if token is not None:
-            return known, Gathering(me, None, known=known).attend(store, token.decode())
-        last = knocked.get((contact.process, known.number), -math.inf)
-        if int(room or 0) > 0 and time.monotonic() - last > _AGAIN_SECONDS:
-            knocked[contact.process, known.number] = time.monotonic()
-            # It may have ended since it answered; then the next one is asked.
-            with suppress(*STORE_ERRORS):
-                number = store.add("knocks", 1)
-                store.set(f"knock/{number}", json.dumps(me.contact))
-        return known, None
-    return known if is_alive else None, None

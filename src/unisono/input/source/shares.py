@@ -17,7 +17,6 @@ from torch.utils.data import (
     ChainDataset,
     ConcatDataset,
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -26,7 +25,7 @@ from torch.utils.data import (
 
 from unisono.errors import UnsupportedError
 from unisono.input.options import InputContext
-from unisono.input.source.sources import DRAW_AT_ONCE, loader_like
+from unisono.input.source.sources import DRAW_AT_ONCE, loader_like, sampler_of
 from unisono.sharing import computed_once
 
 _logger = logging.getLogger("unisono")
@@ -46,24 +45,7 @@ def of_own_files(source: Any, context: InputContext) -> DataLoader[Any]:
             "AutoShardPolicy.FILE needs a `DataLoader` over a `ConcatDataset` or `ChainDataset`, "
             f"got a {type(source).__name__}. {_INSTEAD}"
         )
-    files = _own_files(source.dataset, context)
-    sampler = _own_sampler(source, files) if isinstance(files, ConcatDataset) else None
-    return _reading(source, sampler, dataset=files)
-
-
-def _reading(source: DataLoader[Any], sampler: Any, **settings: Any) -> DataLoader[Any]:
-    """Returns a loader like `source` that reads what another sampler gives."""
-    return loader_like(
-        source,
-        sampler=sampler,
-        batch_size=source.batch_size,
-        drop_last=source.drop_last,
-        persistent_workers=source.persistent_workers,
-        **settings,
-    )
-
-
-def _own_files(dataset: Dataset[Any], context: InputContext) -> Dataset[Any]:
+    dataset = source.dataset
     if not isinstance(dataset, (ConcatDataset, ChainDataset)):
         raise UnsupportedError(
             "AutoShardPolicy.FILE needs a `ConcatDataset` or `ChainDataset` with one member per "
@@ -78,7 +60,22 @@ def _own_files(dataset: Dataset[Any], context: InputContext) -> Dataset[Any]:
             "use AutoShardPolicy.DATA."
         )
     own = files[context.input_pipeline_id :: num_workers]
-    return ConcatDataset(own) if isinstance(dataset, ConcatDataset) else ChainDataset(own)
+    if isinstance(dataset, ChainDataset):
+        return _reading(source, None, dataset=ChainDataset(own))
+    read: ConcatDataset[Any] = ConcatDataset(own)
+    return _reading(source, _own_sampler(source, read), dataset=read)
+
+
+def _reading(source: DataLoader[Any], sampler: Any, **settings: Any) -> DataLoader[Any]:
+    """Returns a loader like `source` that reads what another sampler gives."""
+    return loader_like(
+        source,
+        sampler=sampler,
+        batch_size=source.batch_size,
+        drop_last=source.drop_last,
+        persistent_workers=source.persistent_workers,
+        **settings,
+    )
 
 
 def _own_sampler(source: DataLoader[Any], files: ConcatDataset[Any]) -> Any:
@@ -121,7 +118,7 @@ def of_all_samples(source: Any) -> Any:
     Of each batch the replicas get their parts, so a sampler that leaves the samples of other
     replicas out would lose them.
     """
-    sampler = _sampler_of(source)
+    sampler = sampler_of(source)
     if sampler is None or sampler.num_replicas == 1:
         return source
     kinds = type(source), type(sampler), type(source.batch_sampler)
@@ -141,7 +138,7 @@ def of_all_samples(source: Any) -> Any:
 
 def check_share(source: Any, context: InputContext) -> None:
     """Raises if a `DistributedSampler` reads another share than that of this worker's pipeline."""
-    sampler = _sampler_of(source)
+    sampler = sampler_of(source)
     if sampler is None:
         return
     own = context.input_pipeline_id, context.num_input_pipelines
@@ -151,14 +148,6 @@ def check_share(source: Any, context: InputContext) -> None:
             f"be lost. Make the sampler with `num_replicas={own[1]}, rank={own[0]}`, which the "
             "`InputContext` has."
         )
-
-
-def _sampler_of(source: Any) -> DistributedSampler[Any] | None:
-    if not isinstance(source, DataLoader):
-        return None
-    inner = getattr(source.batch_sampler, "sampler", None)
-    samplers = (source.sampler, source.batch_sampler, inner)
-    return next((one for one in samplers if isinstance(one, DistributedSampler)), None)
 
 
 def _described(sampler: DistributedSampler[Any]) -> str:

@@ -35,27 +35,17 @@ DRAW_AT_ONCE: set[type] = {
     SubsetRandomSampler,
     WeightedRandomSampler,
 }
-_COPIED = (
-    "collate_fn",
-    "dataset",
-    "generator",
-    "in_order",
-    "multiprocessing_context",
-    "num_workers",
-    "pin_memory",
-    "pin_memory_device",
-    "prefetch_factor",
-    "timeout",
-    "worker_init_fn",
-)
-
+_COPIED = """
+    collate_fn dataset generator in_order multiprocessing_context num_workers pin_memory
+    pin_memory_device prefetch_factor timeout worker_init_fn
+"""
 
 Skip: TypeAlias = Callable[[], int]
 
 
 def loader_like(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
     """Returns a loader that loads as another one does, whatever it samples."""
-    return DataLoader(**{name: getattr(loader, name) for name in _COPIED} | settings)
+    return DataLoader(**{name: getattr(loader, name) for name in _COPIED.split()} | settings)
 
 
 class Source(ABC):
@@ -67,6 +57,9 @@ class Source(ABC):
         has_one_epoch: Whether opening an epoch ends the one before.
         drops_rest: Whether its batches are all of one size because the rest was dropped.
         stacks_samples: Whether `default_collate` makes its batches.
+        is_running: Whether something is kept from an earlier epoch that changes how the next one
+            opens: workers that persist are not seeded again.
+        num_samples: How many samples an epoch has, if it says so.
     """
 
     generators: tuple[torch.Generator, ...] = ()
@@ -75,23 +68,15 @@ class Source(ABC):
     drops_rest: bool = False
     stacks_samples: bool = False
     batch_size: int | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether something is kept from an earlier epoch that changes how the next one opens."""
-        return False
-
-    @property
-    def num_samples(self) -> int | None:
-        """How many samples an epoch has, if it says so."""
-        return None
+    is_running: Any = False
+    num_samples: Any = None
 
     def batch_size_after(self, num_consumed: int) -> int | None:
         """Returns how many samples the next batch has, if it is known. The last may have fewer."""
         full, total = self.batch_size, self.num_samples
         if full is None or total is None:
             return full
-        return min(full, total - num_consumed * full)
+        return min(full, int(total) - num_consumed * full)
 
     @abstractmethod
     def open(self) -> Iterator[Any]:
@@ -179,24 +164,15 @@ class FunctionSource(Source):
         self._function = function
 
     def open(self) -> Iterator[Any]:
-        return _Calls(self._function)
+        # Unlike a generator, this goes on after another error.
+        return iter(self._function, _Never())
 
 
-class _Calls(Iterator[Any]):
-    """What a function returns until it raises `StopIteration`. The next epoch may begin then."""
+class _Never:
+    """Equals nothing."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._has_ended = False
-
-    def __next__(self) -> Any:
-        if self._has_ended:
-            raise StopIteration
-        try:
-            return self._function()
-        except StopIteration:
-            self._has_ended = True
-            raise
+    def __eq__(self, other: object) -> bool:
+        return False
 
 
 class LoaderSource(Source):
@@ -225,6 +201,7 @@ class LoaderSource(Source):
 
     @property
     def num_samples(self) -> int | None:
+        """See `Source.num_samples`."""
         batches: Any = self.loader.batch_sampler
         if self._is_iterable or type(batches) is not BatchSampler:
             return None
@@ -236,7 +213,7 @@ class LoaderSource(Source):
 
     @property
     def is_running(self) -> bool:
-        """See `Source.is_running`: workers that persist are not seeded again for the next epoch."""
+        """See `Source.is_running`."""
         return self.loader.persistent_workers and self.loader._iterator is not None
 
     def open(self) -> Iterator[Any]:
@@ -331,3 +308,12 @@ def as_source(batches: Any) -> Source:
             f"{kind}."
         )
     return IteratorSource(batches) if isinstance(batches, Iterator) else IterableSource(batches)
+
+
+def sampler_of(source: Any) -> DistributedSampler[Any] | None:
+    """Returns the sampler of a loader that gives each replica its own samples, if it has one."""
+    if not isinstance(source, DataLoader):
+        return None
+    inner = getattr(source.batch_sampler, "sampler", None)
+    samplers = (source.sampler, source.batch_sampler, inner)
+    return next((one for one in samplers if isinstance(one, DistributedSampler)), None)

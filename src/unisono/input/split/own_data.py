@@ -24,6 +24,7 @@ from unisono.input.place import Placement, arrived
 from unisono.input.source.epoch import Epoch
 from unisono.input.split.splitter import (
     MISSING,
+    Draw,
     SplitBatch,
     Splitter,
     copied,
@@ -38,8 +39,6 @@ from unisono.values import Tree, map_leaves
 if TYPE_CHECKING:
     from unisono.workers.elastic import ElasticJob
 
-# Draws batches and splits them. Raises `StopIteration` at the end.
-Draw: TypeAlias = Callable[[], SplitBatch]
 # Says how many samples of which workers are left out.
 NoteLost: TypeAlias = Callable[[Sequence[int], int], None]
 # What a worker tells before its counts: whether it failed, has parts for the next step, has a spare

@@ -136,6 +136,10 @@ class SplitBatch:
         return self.tree.build(list(map(joined, self.leaves, everywhere)))
 
 
+# Draws batches and splits them. Raises `StopIteration` at the end.
+Draw: TypeAlias = Callable[[], SplitBatch]
+
+
 class Splitter:
     """Splits batches as the options say.
 
@@ -181,15 +185,14 @@ class Splitter:
         layout = self._reader.read(batch)
         num_samples = layout.num_samples or 0
         shares = slices(num_samples) if slices else slices_of(self._sizes(num_samples, num_parts))
-        counts = tuple(self._num_in(layout, share) for share in shares)
+        counts = tuple(share.stop - share.start for share in shares)
+        if self._count_samples is not None:
+            counts = tuple(
+                size and self._count(layout.tree.build(layout.part(share)))
+                for size, share in zip(counts, shares, strict=True)
+            )
         parts_of = [self._part(layout, share) for share in shares[own]]
         return SplitBatch(layout.tree, list(zip(*parts_of, strict=True)), counts)
-
-    def _num_in(self, layout: Layout, share: slice) -> int:
-        size: int = share.stop - share.start
-        if self._count_samples is None or size == 0:
-            return size
-        return self._count_by_user(self._count_samples, layout.tree.build(layout.part(share)))
 
     def _part(self, layout: Layout, share: slice) -> list[Any]:
         if share.start < share.stop or self.leaves_empty or not layout.num_samples:
@@ -241,11 +244,7 @@ class Splitter:
     def _count(self, batch: Any) -> int | None:
         if self._count_samples is None:
             return self._reader.count(batch)
-        return self._count_by_user(self._count_samples, batch)
-
-    @staticmethod
-    def _count_by_user(count_samples: Callable[[Any], int], batch: Any) -> int:
-        count = count_samples(batch)
+        count = self._count_samples(batch)
         if not isinstance(count, int) or count < 0:
             raise UnsupportedError(
                 "The `count_samples` of `InputOptions` must return the number of samples of a "
@@ -269,13 +268,18 @@ class Splitter:
         return copied(layout.tree.build(layout.part(slice(0, 0))))
 
 
-def copied(structure: Any) -> Any:
-    """Returns a structure that shares no memory: replicas may change their input in place."""
-    return map_leaves(_clone, structure)
+def copied(structure: Any, to: str | None = None) -> Any:
+    """Returns a structure that shares no memory: replicas may change their input in place.
 
+    Its tensors are on the device `to`, if that is given.
+    """
 
-def _clone(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().to(to or leaf.device, copy=True)
+        return copy.deepcopy(leaf)
+
+    return map_leaves(copy_of, structure)
 
 
 def grouped(

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from unisono.cluster.elastic import ElasticMembers, Met, share_state
+from unisono.cluster.elastic import ElasticMembers, Met
+from unisono.communicators.wire import share_state
 from unisono.devices import Device, spread
 from unisono.engines import ThreadState
 from unisono.errors import (
@@ -27,11 +28,10 @@ from unisono.errors import (
     UnequalCollectivesError,
     UnsupportedError,
 )
+from unisono.modules.snapshot import Postponed, Snapshot
 from unisono.reductions import CrossDeviceOps, dealt
 from unisono.values import PerReplica, flatten, map_leaves
-from unisono.variables import Snapshot
-from unisono.workers.elastic.account import account
-from unisono.workers.elastic.leaving import Departures
+from unisono.workers.elastic.leaving import Departures, account
 from unisono.workers.elastic.results import Told, packed, unpacked
 from unisono.workers.elastic.values import (
     ElasticValues,
@@ -41,7 +41,7 @@ from unisono.workers.elastic.values import (
     lost_arguments,
 )
 from unisono.workers.elastic.variables import KeptVariables
-from unisono.workers.joining import forget_elastic, remember_elastic
+from unisono.workers.joining import forget_elastic, jobs
 from unisono.workers.replica_hooks import Contents, exchanged
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class ElasticJob(ElasticValues):
         self.generation = members.met.generation
         self._numbers = members.met.members
         self._snapshot = Snapshot(extended.mirrors)
+        self._postponed = extended.mirrors.postponed = Postponed()
         self.variables = KeptVariables()
         extended.mirrors.shared.transact = self.transact
         self._inputs: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -109,7 +110,7 @@ class ElasticJob(ElasticValues):
 
     def begin(self) -> None:
         """When the strategy is made. A worker that joins gets what the others have."""
-        remember_elastic(self)
+        jobs.add(self)
         if self.is_arriving:
             start, met = time.monotonic(), self.members.met
             while self._arrival is None:
@@ -206,7 +207,7 @@ class ElasticJob(ElasticValues):
         self.variables.begin()
         results: list[Any] = []
         leaves: list[PerReplica] = []
-        postponed, hooks = self._extended.mirrors.postponed, self._extended.replica_hooks
+        postponed, hooks = self._postponed, self._extended.replica_hooks
 
         def work() -> Tensor:
             args, kwargs = self._relaid(arguments, rebuild) or given

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from unisono.devices import cpu_slots, this_machine
 from unisono.errors import UnsupportedError
-from unisono.input import copied, filled
+from unisono.input import copied
+from unisono.input.split.own_data import filled
 from unisono.kernels import check_gather
 from unisono.options import ReduceOp
 from unisono.reductions import Destinations, ReductionToOneDevice, ReplicaLayout
@@ -61,9 +62,7 @@ class ElasticValues:
 
         Otherwise `reduce` does it, together with the other workers.
         """
-        if not isinstance(value, PerReplica) or self._is_busy:
-            return self.transact(reduce, _nothing)
-        known = value.known_everywhere
+        known = self._known(value)
         if known is None:
             return self.transact(lambda: self._checked(value) and reduce(), _nothing)
         counts = value.counts
@@ -77,9 +76,7 @@ class ElasticValues:
 
         Otherwise `gather` does it, together with the other workers.
         """
-        if not isinstance(value, PerReplica) or self._is_busy:
-            return self.transact(lambda: gather(value, axis), _nothing)
-        known = value.known_everywhere
+        known = self._known(value)
         if known is None:
             return self.transact(lambda: self._checked(value) and gather(value, axis), _nothing)
         counts = value.counts or (1,) * len(known)
@@ -153,9 +150,14 @@ class ElasticValues:
             self.transact(lambda: hooks.meet(self.workers.communicator, self._numbers), _nothing)
         return self.generation == before
 
-    def _checked(self, value: PerReplica) -> bool:
+    def _known(self, value: Any) -> tuple[Any, ...] | None:
+        is_known = isinstance(value, PerReplica) and not self._is_busy
+        return value.known_everywhere if is_known else None
+
+    def _checked(self, value: Any) -> bool:
         """Returns True if a value has the components of the replicas that this worker has now."""
-        if value.origin is not None and value.origin.generation != self.generation:
+        origin = value.origin if isinstance(value, PerReplica) else None
+        if origin is not None and origin.generation != self.generation:
             raise UnsupportedError(
                 "A worker was lost after the run that returned this value, and the components of "
                 "its replicas with it. Reduce or gather large values in the step, with "

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from unisono.devices import this_machine
 from unisono.errors import UnsupportedError
+from unisono.modules.leaves import VariableLeaves, fit_for_training, remember, with_own_gradients
 from unisono.reductions import ReplicaLayout
-from unisono.variables.leaves import VariableLeaves, fit_for_training, remember, with_own_gradients
 from unisono.variables.writes import Write
 
 if TYPE_CHECKING:
-    from unisono.variables.variable import Variable
+    from unisono.variables import Variable
 
 # By the number of a variable, the components of a worker's replicas.
 Components = Mapping[int, Sequence[Tensor]]
@@ -30,7 +30,7 @@ class KeptVariables:
     """The variables of one strategy, by a number that each has on all workers."""
 
     def __init__(self) -> None:
-        self._variables: dict[int, weakref.ref[Variable]] = {}
+        self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         self._num_made = 0
         # The components of all replicas after the last complete run, where they may differ.
         self._of_all: dict[int, list[Tensor]] = {}
@@ -43,26 +43,19 @@ class KeptVariables:
     def add(self, variable: Variable, like: Variable | None = None) -> int:
         """Returns the number of a new variable, which may be a copy of another."""
         number, self._num_made = self._num_made, self._num_made + 1
-        self._variables[number] = weakref.ref(variable, lambda _: self._forget(number))
+        self._variables[number] = variable
         if like is not None and (of_all := self._of_all.get(like._number)) is not None:
             self._of_all[number] = [one.clone() for one in of_all]
         if like is not None and like._number in self._changed:
             self._changed.add(number)
         return number
 
-    def _forget(self, number: int) -> None:
-        self._variables.pop(number, None)
-        self._of_all.pop(number, None)
-        self._changed.discard(number)
-
     def _each(self) -> Iterator[tuple[int, Variable]]:
-        for number, reference in list(self._variables.items()):
-            variable = reference()
-            if variable is not None:
-                yield number, variable
+        return iter(list(self._variables.items()))
 
     def begin(self) -> None:
-        """Before a run."""
+        for number in self._of_all.keys() - self._variables.keys():
+            del self._of_all[number]
         self._before = self._num_made, set(self._changed)
         self._copies = {}
 
@@ -96,7 +89,6 @@ class KeptVariables:
             self._changed.add(number)
 
     def restore(self) -> None:
-        """Makes everything what it was before the run."""
         assert self._before is not None
         num_made, changed = self._before
         if self._num_made > num_made:
@@ -120,17 +112,15 @@ class KeptVariables:
     def settle(self, rows: Sequence[Components], layout: ReplicaLayout) -> None:
         """When all workers know what `told` has returned on each, by rank."""
         for number, variable in self._each():
+            # Before the first run that has written to them, all were like the first.
+            _, first = self._copies.get((number, 0), (None, variable.values[0].detach()))
             for own, row in zip(layout.ranges, rows, strict=True):
                 if number in row:
-                    of_all = self._of_all.setdefault(number, self._alike(variable, layout.total))
-                    of_all[own.start : own.stop] = [one.to("cpu") for one in row[number]]
+                    if number not in self._of_all:
+                        self._of_all[number] = [first.to("cpu", copy=True)] * layout.total
+                    kept = [one.to("cpu") for one in row[number]]
+                    self._of_all[number][own.start : own.stop] = kept
         self._changed.difference_update(*(row.keys() for row in rows))
-
-    def _alike(self, variable: Variable, total: int) -> list[Tensor]:
-        """Returns the components of all replicas before the first run that has written to them."""
-        kept = self._copies.get((variable._number, 0))
-        first = variable.values[0].detach() if kept is None else kept[1]
-        return [first.to("cpu", copy=True)] * total
 
     def known(self, variable: Variable) -> tuple[Tensor, ...] | None:
         """Returns the components of all replicas, if all workers know them now."""
@@ -176,10 +166,26 @@ class KeptVariables:
     def relayout(self) -> None:
         """When this worker has got other replicas: gives them their components."""
         for number, variable in self._each():
-            _relayout(variable, self._of_all.get(number))
+            replicas, first = variable._replicas, variable.values[0]
+            variable._devices = devices = replicas.worker_devices
+            variable._owner_of = variable._owners(devices)
+            places = [this_machine().torch_device(device) for device in devices]
+            with fit_for_training():
+                storages = {i: first.detach().to(places[i], copy=i > 0) for i in variable.owners}
+                # The first component stays the same object: an optimizer may have it.
+                variable._values = (first, *variable._aliases(storages)[1:])
+                own = self._of_all.get(number, ())[replicas.first_replica_id :][: len(devices)]
+                for component, given in zip(variable._values, own, strict=False):
+                    component.detach().copy_(given)
+            remember(variable)
+            if variable._is_trained:
+                leaves = VariableLeaves(variable, variable._values, variable._owner_of)
+                replicas.mirrors.add(leaves)
+                if id(first) in replicas.mirrors.showing:
+                    replicas.mirrors.showing.discard(id(first))
+                    leaves.give_gradient()
 
     def state(self) -> dict[int, list[Tensor]]:
-        """Returns what a worker that joins needs to know."""
         return {
             number: self._of_all.get(number) or [variable.values[0].detach()]
             for number, variable in self._each()
@@ -198,29 +204,3 @@ class KeptVariables:
                 for i, component in enumerate(variable.values):
                     component.detach().copy_(of_all[0 if is_alike else first + i])
         self._num_made = max(self._num_made, *(number + 1 for number in state), 0)
-
-
-def _relayout(variable: Variable, of_all: Sequence[Tensor] | None) -> None:
-    """Gives the replicas that this worker has now a component each, like the first if None.
-
-    The first component stays the same object: an optimizer may have it.
-    """
-    replicas, first = variable._replicas, variable.values[0]
-    variable._devices = devices = replicas.worker_devices
-    variable._owner_of = variable._policy.owners(devices)
-    places = [this_machine().torch_device(device) for device in devices]
-    with fit_for_training():
-        storages = {i: first.detach().to(places[i], copy=i > 0) for i in variable.owners}
-        variable._values = (first, *variable._aliases(storages)[1:])
-        if of_all is not None:
-            own = of_all[replicas.first_replica_id :][: len(devices)]
-            for component, given in zip(variable._values, own, strict=True):
-                component.detach().copy_(given)
-    remember(variable)
-    mirrors = replicas.mirrors
-    if variable._is_trained:
-        leaves = VariableLeaves(variable, variable._values, variable._owner_of)
-        mirrors.add(leaves)
-        if id(first) in mirrors.showing:
-            mirrors.showing.discard(id(first))
-            leaves.give_gradient()
