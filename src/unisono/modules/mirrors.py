@@ -134,7 +134,7 @@ class Mirrors:
         self.mirrors.pop(identity, None)
         if not self.workers.are_many:
             # Workers collect garbage at different times, but must rebuild in the same run.
-            self._tables.note([])
+            self._tables.forget()
             self.is_stale = True
 
     def give_again(self, module: nn.Module, name: str) -> None:
