@@ -13,14 +13,16 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from unisono.engines import names_in
-from unisono.functions.tape import Noting
+
+if TYPE_CHECKING:
+    from unisono.functions.tape import Noting
 
 # These bring the values of a tensor to Python without an operator.
 _READING = frozenset(
