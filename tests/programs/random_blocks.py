@@ -134,7 +134,8 @@ def assigned_mean(block: Any, x: Tensor) -> Tensor:
 
 
 def each_sample(block: Any, x: Tensor) -> Tensor:
-    out: Tensor = vmap(lambda one: ScaleEach.apply(block.layer(one), block.scale))(x)
+    scale: Any = ScaleEach.apply
+    out: Tensor = vmap(lambda one: scale(block.layer(one), block.scale))(x)
     return out
 
 

@@ -29,7 +29,7 @@ FREEZING = ("none", "none", "in turns", "in turns from the start", "gradually", 
 UPDATES = ("none", "none", "clamped", "average", "target", "restored")
 SCHEDULES = ("none", "in turn", "chained", "plateau", "average")
 BETWEEN = ("none", "evaluation", "loaded", "error", "new group", "other optimizer")
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": functools.partial(torch.optim.Adam, lr=0.02),
     "AMSGrad": functools.partial(torch.optim.AdamW, lr=0.02, amsgrad=True, foreach=True),
     "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.05),
@@ -101,7 +101,8 @@ class FeatureProgram:
 
 def optimizer_for(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name in OPTIMIZERS:
-        return OPTIMIZERS[name](parameters)
+        made: torch.optim.Optimizer = OPTIMIZERS[name](parameters)
+        return made
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if name == "momentum" else 0.0)
 
 

@@ -60,6 +60,8 @@ def _refuse_switches() -> None:
     _refuse_block(mkldnn, "flags", "torch.backends.mkldnn.flags", _CPU)
     _refuse_block(nnpack, "flags", "torch.backends.nnpack.flags", _CPU)
     _refuse_block(opt_einsum, "flags", "torch.backends.opt_einsum.flags", _EVERYWHERE)
+    # It patches `nn.Module`, and leaves that so if two do it at the same time.
+    _refuse_block(_symbolic_trace, "_new_patcher", "torch.fx.Tracer.trace", _EVERYWHERE)
     # Two at the same time crash the process.
     _refuse_block(torch.profiler.profile, "start", "torch.profiler.profile", _EVERYWHERE)
     own = torch.autograd.profiler.profile

@@ -1,4 +1,4 @@
-"""What functions of torch do on a replica: batch normalization, clipping, `max_norm` and hooks.
+"""What functions of torch do in the thread of a replica: normalization, clipping and hooks.
 
 With `synchronize_batch_norm=True`, batch normalization is over the batch of all replicas.
 
@@ -43,6 +43,7 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 def watch_calls() -> None:
     """From now on, replicas watch and synchronize batch normalization, clipping and hooks."""
     _watch_batch_norm()
+    _watch_embeddings()
     for name in _CLIPPING:
         clip = getattr(torch.nn.utils.clip_grad, name, None)
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -96,24 +97,24 @@ def _watch_batch_norm() -> None:
         return original(*given)
 
     functional.batch_norm = _as_torchs(batch_norm, original)
-    renormalize: Any = functional._no_grad_embedding_renorm_
+
+
+def _watch_embeddings() -> None:
+    functions: Any = functional
+    renormalize = functions._no_grad_embedding_renorm_
 
     @functools.wraps(renormalize)
     def renormalize_once(weight: Tensor, input: Tensor, max_norm: float, norm_type: float) -> Any:
         context = None if torch.compiler.is_compiling() else current_replica()
-        if context is None or context.replicas.mirrors.is_single:
-            return renormalize(weight, input, max_norm, norm_type)
-        mirrors = context.replicas.mirrors
-        if id(weight) not in mirrors.owners:
+        if context is None or id(weight) not in context.replicas.mirrors.owners:
             return renormalize(weight, input, max_norm, norm_type)
         # Of all replicas: they share the rows, and look up some of them together.
         rows = context.all_gather(input.reshape(-1), 0)
-        shared = mirrors.of_program(weight)
+        shared = context.replicas.mirrors.of_program(weight)
         work = functools.partial(renormalize, shared, rows, max_norm, norm_type)
         return do_once("an embedding with `max_norm`", work)
 
-    changed: Any = functional
-    changed._no_grad_embedding_renorm_ = _as_torchs(renormalize_once, renormalize)
+    functions._no_grad_embedding_renorm_ = _as_torchs(renormalize_once, renormalize)
 
 
 def _as_torchs(made: Any, original: Any) -> Any:

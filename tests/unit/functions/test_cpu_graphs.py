@@ -128,7 +128,8 @@ def in_inference_mode(x: Tensor) -> Any:
 
 
 def with_a_subclass(x: Tensor) -> Any:
-    return masked_tensor(x, x > 0).sum().get_data()
+    total: Any = masked_tensor(x, x > 0).sum()
+    return total.get_data()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
