@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
+from unisono.modules.snapshot import Postponed
 
 NUM_FEATURES, NUM_CLASSES = 12, 3
 # Where a program says that it is, for something to happen there.
@@ -174,7 +175,9 @@ class Program:
 
 def tell_of_updates(strategy: uo.Strategy, at: At) -> None:
     """Says when updates are made that have waited for the end of their runs."""
-    postponed: Any = strategy.extended.mirrors.postponed
+    postponed = strategy.extended.mirrors.postponed
+    if not isinstance(postponed, Postponed):
+        return
     make = postponed.make
 
     def told() -> None:

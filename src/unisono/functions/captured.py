@@ -10,7 +10,7 @@ import operator
 import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 
 from unisono.engines import CallerModes, RunGenerators, has_compiled
 from unisono.errors import CaptureError, add_note
-from unisono.functions.cpu_graphs import CpuGraphs, Logs, difference
-from unisono.functions.lines import line_of
-from unisono.functions.recording import Recording
+from unisono.functions.cpu_graphs import difference
+from unisono.functions.cuda_graphs import CAPTURE, NOTHING, Together
+from unisono.functions.recording import Capture, Graphs, Logs, Recording
 from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal
-from unisono.functions.rooms import Capture
 from unisono.functions.signature import (
     Members,
     ModuleState,
@@ -32,8 +31,9 @@ from unisono.functions.signature import (
     read_inputs,
 )
 from unisono.functions.surroundings import Surroundings
-from unisono.functions.together import CAPTURE, NOTHING, Together
+from unisono.functions.watching import line_of
 from unisono.modules import Settings
+from unisono.modules.leaves import gradient_of
 from unisono.tracing import span
 from unisono.values import DistributedValues, flatten, map_tensors
 
@@ -52,9 +52,16 @@ _MAX_CHANGES = 3
 _MAX_TOGETHER = 4
 _MAX_WAITS = 2
 
-_gradient = operator.attrgetter("grad")
-
 _logger = logging.getLogger("unisono")
+
+
+class _Run(NamedTuple):
+    """What a function is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: Sequence[float]
+    tensors: Sequence[Tensor] = ()
 
 
 class _Step:
@@ -100,9 +107,15 @@ class CapturedFunction:
         self._of = captures
         mirrors = captures.mirrors
         self._surroundings = Surroundings(function.fn, mirrors.modules)
-        self._members = Members(functools.partial(mirrors.fronts.of_kind, Optimizer))
+        fronts = mirrors.fronts
+        self._members = Members(functools.partial(fronts.of_kind, Optimizer), [fronts.added])
         self._state = ModuleState(mirrors.modules, (mirrors.mirrors, mirrors.singles))
         self._steps: dict[Hashable, _Step] = {}
+        # What was replayed last, whether parameters had its gradients in the last two calls, and
+        # which parameters had one.
+        self._last: Capture | None = None
+        self._are_shown = False
+        self._have_gradients: Hashable = None
         # The settings of optimizers in the last eager call, and how often they changed.
         self._settings: list[Settings] = []
         self._num_changes = 0
@@ -113,43 +126,40 @@ class CapturedFunction:
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], weights: Sequence[float]
     ) -> Any:
-        step, tensors = self._find(args, kwargs, weights)
+        step, run = self._find(_Run(tuple(args), kwargs, weights))
         together, agreed = self._of.together, NOTHING
         if together is not None:
             agreed = together.agreed(*((NOTHING, False) if step is None else step.wish()))
         if step is None:
-            return self._eagerly(args, kwargs, weights)
+            return self._eagerly(run)
         capture = step.own if agreed == NOTHING else step.joint if agreed != CAPTURE else None
         if capture is not None:
-            return self._replay_or_tell(capture, args, kwargs, weights, tensors)
+            return self._replay_or_tell(capture, run)
         with self._of.on_streams(), without_garbage():
             if step.num_eager < _NUM_EAGER:
-                return self._rehearse(step, args, kwargs, weights, tensors)
+                return self._rehearse(step, run)
             if agreed == CAPTURE:
-                return self._capture(step, args, kwargs, weights, tensors, together)
+                return self._capture(step, run, together)
             if together is not None and step.num_waits < _MAX_WAITS:
                 # The others may be ready next time.
                 step.num_waits += 1
-                return self._eagerly(args, kwargs, weights)
-            return self._capture(step, args, kwargs, weights, tensors)
+                return self._eagerly(run)
+            return self._capture(step, run)
 
-    def _find(
-        self, args: Sequence[Any], kwargs: dict[str, Any], weights: Sequence[float]
-    ) -> tuple[_Step | None, Sequence[Tensor]]:
-        """Returns the signature of a call, None if it must be made eagerly, and its tensors."""
-        nothing: tuple[None, Sequence[Tensor]] = (None, ())
+    def _find(self, run: _Run) -> tuple[_Step | None, _Run]:
+        """Returns the signature of a run, or None if it must be eager, and the run with tensors."""
         if self.reason:
-            return nothing
-        inputs = read_inputs((tuple(args), kwargs), self._of.places[0].type)
+            return None, run
+        inputs = read_inputs(run.args, run.kwargs, self._of.places[0].type)
         if inputs.reason:
             self.stay_eager(inputs.reason)
         # A replica without samples is undone by Python; such a batch comes once in an epoch. Modes
         # such as `FlopCounterMode`, and `detect_anomaly`, see nothing of a replay.
         is_watched = torch.is_anomaly_enabled() or CallerModes.of_this_thread() is not None
-        if self.reason or 0.0 in weights or is_watched:
-            return nothing
+        if self.reason or 0.0 in run.weights or is_watched:
+            return None, run
         self._surroundings.take(inputs.objects, set())
-        key = (inputs.key, tuple(weights), modes(), self._program())
+        key = (inputs.key, tuple(run.weights), modes(), self._program())
         step = self._steps.get(key)
         if step is None:
             if len(self._steps) >= _MAX_SIGNATURES:
@@ -158,45 +168,42 @@ class CapturedFunction:
                     "arguments, or variables, attributes or settings of optimizers that keep "
                     "changing. Pad batches to a few sizes, and pass numbers as tensors"
                 )
-                return nothing
+                return None, run
             if self._of.is_on_host and has_compiled(self._function.fn):
                 self.stay_eager("it calls what `torch.compile` has compiled")
-                return nothing
+                return None, run
             step = self._steps[key] = _Step()
         if step.drop_outdated():
             self._num_changes += 1
+            self._last = None
         may_look = self._of.is_on_host or self._of.mirrors.is_single
         if step.own is None and may_look and sys.getprofile() is not None:
             # What looks for reasons not to capture is a profiler, too.
-            return nothing
-        return step, inputs.tensors
+            return None, run
+        return step, run._replace(tensors=inputs.tensors)
 
-    def _eagerly(
-        self, args: Sequence[Any], kwargs: dict[str, Any], weights: Sequence[float]
-    ) -> Any:
-        return self._of.replicas.run_eagerly(self._function.fn, args, kwargs, weights)
+    def _eagerly(self, run: _Run, recorder: Any = None) -> Any:
+        replicas = self._of.replicas
+        return replicas.run_eagerly(self._function.fn, run.args, run.kwargs, run.weights, recorder)
 
     def _program(self) -> Hashable:
         """Returns what the step has built in of the program: modules, gradients, variables."""
-        number = self._state.number(), self._members.number()
-        # Without a call of Python for each parameter, as there may be thousands.
-        grads = map(_gradient, self._state.parameters)
-        have_gradients = tuple(map(operator.is_not, grads, itertools.repeat(None)))
-        return number, self._of.mirrors.generation, have_gradients, self._surroundings.key()
+        before, state = self._state.parameters, self._state.number()
+        were_shown, last = self._are_shown, self._last
+        self._are_shown = last is not None and last.recording.shows_gradients()
+        if not (were_shown and self._are_shown and self._state.parameters is before):
+            # Without a call of Python for each parameter, as there may be thousands.
+            grads = map(gradient_of, self._state.parameters)
+            self._have_gradients = bytes(map(operator.is_not, grads, itertools.repeat(None)))
+        numbers = state, self._members.number(), self._surroundings.number()
+        return numbers, self._of.mirrors.generation, self._have_gradients
 
-    def _replay_or_tell(
-        self,
-        capture: Capture,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        weights: Sequence[float],
-        tensors: Sequence[Tensor],
-    ) -> Any:
+    def _replay_or_tell(self, capture: Capture, run: _Run) -> Any:
         """Replays, or lets an eager run say which line of the program fails."""
         recording = capture.recording
         state = torch.default_generator.get_state() if recording.begins_pure else None
         try:
-            return self._replay(capture, weights, tensors)
+            return self._replay(capture, run)
         except RuntimeError as error:
             if not recording.is_untouched:
                 add_note(error, f"Raised in a replay of {self._function!r}.")
@@ -204,11 +211,11 @@ class CapturedFunction:
         assert state is not None
         # It draws the same numbers.
         torch.default_generator.set_state(state)
-        return self._eagerly(args, kwargs, weights)
+        return self._eagerly(run)
 
-    def _replay(self, capture: Capture, weights: Sequence[float], tensors: Sequence[Tensor]) -> Any:
+    def _replay(self, capture: Capture, run: _Run) -> Any:
         mirrors, recording = self._of.mirrors, capture.recording
-        with span("replay", repr(self._function)), self._of.replicas.replaying(weights):
+        with span("replay", repr(self._function)), self._of.replicas.replaying(run.weights):
             if not mirrors.is_single:
                 # Buffers, and other memories, get what was written to the first, at every step.
                 if recording.is_apart or mirrors.is_stale:
@@ -218,33 +225,23 @@ class CapturedFunction:
                 else:
                     # The caller's own random numbers go on as after any run.
                     RunGenerators()
-            capture.fill(tensors)
-            recording.replay()
+            capture.fill(run.tensors)
+            recording.replay(shows_gradients=self._are_shown and capture is self._last)
+            self._last, self._are_shown = capture, self._are_shown and capture is self._last
             mirrors.buffers.note_replay()
             return capture.results()
 
-    def _rehearse(
-        self,
-        step: _Step,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        weights: Sequence[float],
-        tensors: Sequence[Tensor],
-    ) -> Any:
+    def _rehearse(self, step: _Step, run: _Run) -> Any:
         """Runs eagerly, and finds out whether the step can be captured."""
-        if self._of.is_on_host:
-            rehearsal = Rehearsal(self._surroundings, graphs=self._of.cpu_graphs())
-        else:
-            rehearsal = Rehearsal(self._surroundings, self._of.lanes.streams)
-        with rehearsal.watching(self._of.mirrors, tensors):
-            result = self._of.replicas.run_eagerly(
-                self._function.fn, args, kwargs, weights, rehearsal
-            )
+        graphs = self._of.cpu_graphs() if self._of.is_on_host else Graphs(self._of.lanes.streams)
+        rehearsal = Rehearsal(self._surroundings, graphs)
+        with rehearsal.watching(self._of.mirrors, run.tensors):
+            result = self._eagerly(run, rehearsal)
         # One that fails, or that Ctrl-C ends, has called only a part.
         step.num_eager += 1
         if self._of.have_drawn_elsewhere():
             rehearsal.refuse(HOST_RANDOMNESS)
-        step.logs = rehearsal.logs
+        step.logs = graphs.logs
         step.returned, before = list(map(frozen, _plain_parts(result))), step.returned
         if before not in (None, step.returned):
             rehearsal.refuse(
@@ -263,15 +260,7 @@ class CapturedFunction:
         self._settings = [Settings(settings.optimizer) for settings in rehearsal.settings]
         return result
 
-    def _capture(
-        self,
-        step: _Step,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        weights: Sequence[float],
-        tensors: Sequence[Tensor],
-        together: Together | None = None,
-    ) -> Any:
+    def _capture(self, step: _Step, run: _Run, together: Together | None = None) -> Any:
         """Runs while the step is captured, `together` with all other workers or alone."""
         generators = None
         if not self._of.mirrors.is_single:
@@ -282,19 +271,15 @@ class CapturedFunction:
         graphs = self._of.graphs(together)
         waiting = self._waiting if self._num_changes < _MAX_CHANGES else None
         recording = Recording(self._of.mirrors, generators, graphs, waiting)
-        capture = Capture(recording, tensors)
+        capture = Capture(recording, run.tensors)
         rooms = iter(capture.rooms)
-        own_args, own_kwargs = map_tensors(
-            lambda tensor: next(rooms) if is_input(tensor) else tensor, (tuple(args), kwargs)
-        )
+        own = map_tensors(lambda one: next(rooms) if is_input(one) else one, (run.args, run.kwargs))
         torch.clear_autocast_cache()
         if not self._of.is_on_host:
             self._of.lanes.synchronize()
         try:
             with recording.recording():
-                results = self._of.replicas.run_eagerly(
-                    self._function.fn, own_args, own_kwargs, weights, recording
-                )
+                results = self._eagerly(_Run(own[0], own[1], run.weights), recording)
                 capture.note_outputs(results)
         except Exception as error:
             if graphs.is_on_host or recording.num_calls:
@@ -307,14 +292,13 @@ class CapturedFunction:
                 step.num_together = _MAX_TOGETHER
             else:
                 raise
-            return self._eagerly(args, kwargs, weights)
+            return self._eagerly(run)
         finally:
             torch.clear_autocast_cache()
-        if isinstance(graphs, CpuGraphs):
-            graphs.refuse(difference(step.logs, graphs.logs))
-            if graphs.reason:
-                self.stay_eager(graphs.reason)
-                return results
+        graphs.refuse(difference(step.logs, graphs.logs))
+        if graphs.reason:
+            self.stay_eager(graphs.reason)
+            return results
         if together is None:
             step.own = capture
         else:
@@ -328,6 +312,7 @@ class CapturedFunction:
             for capture in step.captures:
                 capture.recording.free()
         self._steps.clear()
+        self._last = None
 
     def stay_eager(self, reason: str) -> None:
         """Runs the function eagerly from now on."""

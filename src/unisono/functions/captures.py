@@ -13,10 +13,9 @@ import torch
 from unisono.engines import RunGenerators
 from unisono.functions.captured import CapturedFunction
 from unisono.functions.cpu_graphs import CpuGraphs
-from unisono.functions.cuda_graphs import CudaGraphs, Lanes
+from unisono.functions.cuda_graphs import CudaGraphs, Lanes, Together
 from unisono.functions.recording import Graphs
 from unisono.functions.signature import Same
-from unisono.functions.together import Together
 
 if TYPE_CHECKING:
     from unisono.functions.step_function import Function

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.functions.lines import Line
+from unisono.functions.recording import CallEach, Graphs, Logs, Part
 from unisono.functions.script import Script, UnscriptableError
 from unisono.functions.tape import Call, Made, Noting, Number, Tape, bytes_of
 from unisono.functions.watching import Watching
@@ -19,8 +19,6 @@ from unisono.modules import fit_for_training
 from unisono.torch_private import without_dispatch_modes
 from unisono.values import is_sparse, parts_of
 
-# For each part and each replica, the operators that it called, and where in the program.
-Logs: TypeAlias = list[list[list[tuple[str, Line]]]]
 _aten = torch.ops.aten
 _POISON = 0xAA
 # To copy so many bytes takes no longer than to give a tensor other memory.
@@ -212,16 +210,13 @@ def _have_same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class _Functions:
+class _Functions(Part):
     """What the replicas do between two calls of Python."""
 
     each: Sequence[Callable[[], None]]
-    call_each: Callable[[Sequence[Callable[[], None]]], None]
+    call_each: CallEach
     # Whether nothing of it can be seen if it fails halfway.
     is_pure: bool
-
-    def free(self) -> None:
-        """Leaves it to Python."""
 
     def replay(self) -> None:
         """Lets all replicas do it again, at the same time."""
@@ -231,38 +226,24 @@ class _Functions:
             self.call_each(self.each)
 
 
-class CpuGraphs:
-    """Captures one run of replicas on CPUs, or only looks whether it can be captured.
+class CpuGraphs(Graphs):
+    """Captures one run of replicas on CPUs, or only looks whether it can be captured."""
 
-    Attributes:
-        reason: Why it cannot be captured; empty as long as it can.
-        logs: What the replicas called in each part.
-        named: The names in the code that they ran.
-        written: The addresses of storages from outside that they wrote to.
-    """
-
-    streams: Sequence[torch.cuda.Stream] = ()
-    is_apart = True
-    is_joint = False
-    is_on_host = True
+    is_apart = is_on_host = True
 
     def __init__(
         self,
         generators: Sequence[torch.Generator | None],
-        call_each: Callable[[Sequence[Callable[[], None]]], None],
+        call_each: CallEach,
     ) -> None:
+        super().__init__()
         self._generators = generators
-        self.call_each: Any = call_each
+        self.call_each = call_each
         self._modes = [Noting() for _ in generators]  # type: ignore[no-untyped-call]
         # For each replica, results, and where they are after every replay.
         self._copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in generators]
         # Tensors that get other memory in every replay.
         self._moving: list[Tensor] = []
-        self.reason = ""
-        self.has_drawn = False
-        self.logs: Logs = []
-        self.named: set[str] = set()
-        self.written: set[int] = set()
 
     def refuse(self, reason: str) -> None:
         """Notes why the run cannot be captured; the first reason counts. The run goes on."""
@@ -270,11 +251,6 @@ class CpuGraphs:
             self.reason = reason
             for mode in self._modes:
                 mode.tape = None
-
-    @staticmethod
-    def in_use() -> AbstractContextManager[None]:
-        """Nothing disturbs these captures."""
-        return nullcontext()
 
     @contextmanager
     def on_replica(self, replica_id: int) -> Iterator[None]:
@@ -326,10 +302,6 @@ class CpuGraphs:
         self.reason = reason
         del self.logs[num_logs:]
         return result, part
-
-    def abort(self) -> None:
-        """Ends a part that has failed."""
-        self.end()
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Returns where a result of the run is after every replay.

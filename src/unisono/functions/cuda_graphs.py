@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from unisono.functions.together import Together
+from unisono.errors import CommunicationError, UnequalCollectivesError
+from unisono.functions.recording import Graphs, Part
 from unisono.kernels.gpu import TableArena
+from unisono.reductions import Workers
 from unisono.sharing import computed_once
+
+if TYPE_CHECKING:
+    from unisono.communicators import GraphEngine
+
+# What workers can agree on, besides the numbers of captures.
+NOTHING, CAPTURE = 0, 1
 
 
 class Lane:
@@ -102,8 +110,59 @@ def _stream_on(place: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(place)
 
 
+class Together:
+    """What all workers of a strategy capture together, with what they exchange in their graphs.
+
+    NCCL's collectives may be in the graphs of all workers or of none. So before each call, the
+    workers tell each other what they could do. If all could replay what they have captured
+    together, they do, and if all could capture, they do. Otherwise each replays its own graphs, and
+    Python exchanges between two of them.
+
+    Attributes:
+        engine: What carries the collectives in the graphs.
+    """
+
+    def __init__(self, workers: Workers, engine: GraphEngine) -> None:
+        self.engine = engine
+        self._workers = workers
+        self._last = CAPTURE
+
+    def agreed(self, number: int, can_capture: bool) -> int:  # noqa: FBT001
+        """Returns what all workers do now.
+
+        Args:
+            number: Of the capture that this worker could replay; `NOTHING` if there is none.
+        """
+        self.engine.check_usable("A captured step")
+        told = self._workers.gather(torch.tensor([number, can_capture]))
+        numbers = {int(one[0]) for one in told}
+        if numbers == {number} and number != NOTHING:
+            return number
+        return CAPTURE if all(one[1] for one in told) else NOTHING
+
+    def next_number(self) -> int:
+        """Returns the number of a capture that has just been made, on all workers."""
+        self._last += 1
+        return self._last
+
+    def end_part(self) -> None:
+        """Waits until all workers have captured a part; raises if one has failed."""
+        self.engine.agree("the end of a capture")
+
+    def has_failed(self, error: Exception) -> bool:
+        """After an error in a capture: whether no worker can capture this, and all know it now."""
+        if isinstance(error, UnequalCollectivesError):
+            # All have got it. Perhaps one has told that it has failed.
+            return True
+        if isinstance(error, CommunicationError):
+            return False
+        with contextlib.suppress(UnequalCollectivesError):
+            self.engine.agree("a failed capture")
+        return True
+
+
 @dataclass(eq=False)
-class _Graphs:
+class _Graphs(Part):
     """The graphs of one part of a step, one for each memory in which it does something."""
 
     lanes: Lanes
@@ -130,7 +189,7 @@ class _Graphs:
         self.lanes.join()
 
 
-class CudaGraphs:
+class CudaGraphs(Graphs):
     """Captures one run of replicas on GPUs.
 
     Each graph is replayed as soon as it is captured: until then, nothing has happened.
@@ -141,20 +200,16 @@ class CudaGraphs:
         together: How all workers capture at the same time, if they do.
     """
 
-    is_on_host = False
-    call_each: Any = None
-
     def __init__(
         self, lanes: Lanes, drawn_from: Sequence[torch.Generator], together: Together | None
     ) -> None:
+        super().__init__(lanes.streams)
         self._lanes = lanes
         self._together = together
         self.is_joint = together is not None
         self._drawn_from = drawn_from
         self._pools = [lane.pool for lane in lanes.all]
-        self.streams: Sequence[torch.cuda.Stream] = lanes.streams
         self.is_apart = lanes.are_several
-        self.reason = ""
         self._open: list[tuple[Lane, torch.cuda.CUDAGraph]] = []
         self._arena = TableArena()
 
@@ -167,11 +222,6 @@ class CudaGraphs:
         """Whether a replica has drawn random numbers."""
         # They started from 0, and every graph has been replayed once.
         return any(generator.get_offset() for generator in self._drawn_from)
-
-    @staticmethod
-    def on_replica(replica_id: int) -> contextlib.AbstractContextManager[None]:
-        """A thread that launches into a stream needs nothing else."""
-        return contextlib.nullcontext()
 
     def begin(self) -> None:
         """Begins a part."""
@@ -212,16 +262,7 @@ class CudaGraphs:
         part.replay()
         return part
 
-    def refuse(self, reason: str) -> None:
-        """Notes why the run cannot be captured."""
-        self.reason = self.reason or reason
-
-    @staticmethod
-    def attempt(work: Callable[[], Any]) -> tuple[Any, None]:
-        """Does some work outside of all graphs."""
-        return work(), None
-
-    def abort(self) -> None:
+    def end(self) -> None:
         """Ends a part that has failed."""
         while self._open:
             lane, graph = self._open.pop()
@@ -233,8 +274,3 @@ class CudaGraphs:
         """Says whether what the workers exchange becomes a part of a graph now."""
         if self._together is not None:
             self._together.engine.is_captured = bool(self._open)
-
-    @staticmethod
-    def kept(tensor: Tensor) -> Tensor:
-        """Returns where a result is after every replay: where it was captured."""
-        return tensor

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from unisono.errors import CaptureError
 from unisono.modules import Leaves, Mark, Mirrors
-from unisono.modules.leaves import catch_up
+from unisono.modules.leaves import catch_up, gradient_of
 from unisono.torch_private import copy_each, no_torch_function_of_subclasses
 from unisono.values import is_sparse
 
-_gradient = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")
 _marks = operator.attrgetter("reduced")
 _is_shown = operator.attrgetter("is_shown")
@@ -40,10 +39,10 @@ class Gradients:
         self._tensors = tensors
         # While replicas run, a parameter would give each replica its own gradients.
         with no_torch_function_of_subclasses():
-            self._grads = list(map(_gradient, tensors))
+            self._grads = list(map(gradient_of, tensors))
         self._leaves: list[Leaves] = mirrors.all_leaves
         # Replicas change their gradients together, so it is enough to look at the first's.
-        self._num_seen = 2 * len(self._leaves) or len(tensors)
+        self._seen = tensors[: 2 * len(self._leaves) or len(tensors)]
         self._reduced = [list(one.reduced) for one in self._leaves]
         self._are_shown = [one.is_shown for one in self._leaves]
         self._are_waiting = [one.waiting is not None for one in self._leaves]
@@ -65,10 +64,13 @@ class Gradients:
         """Whether a parameter has this gradient."""
         return self._grads[number] is grad
 
-    def restore(self) -> None:
-        """Gives the parameters these gradients again."""
-        seen = self._tensors[: self._num_seen]
-        if not all(map(operator.is_, map(_gradient, seen), self._grads)):
+    def are_shown(self) -> bool:
+        """Whether the parameters have these gradients."""
+        return all(map(operator.is_, map(gradient_of, self._seen), self._grads))
+
+    def restore(self, *, are_shown: bool = False) -> None:
+        """Gives the parameters these gradients again, unless it is known that they have them."""
+        if not (are_shown or self.are_shown()):
             for tensor, grad in zip(self._tensors, self._grads, strict=True):
                 tensor.grad = grad
         if (versions := self._current_versions()) != self._versions:
@@ -104,7 +106,7 @@ class Gradients:
 
     def take(self, what: str) -> None:
         """After Python has made a call again: brings the gradients of now to where these are."""
-        if all(map(operator.is_, map(_gradient, self._tensors), self._grads)):
+        if all(map(operator.is_, map(gradient_of, self._tensors), self._grads)):
             return
         found: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor, grad in zip(self._tensors, self._grads, strict=True):
@@ -136,7 +138,7 @@ class StartingGradients:
         self._mirrors = mirrors
         self._all = Gradients(mirrors, tensors)
         with no_torch_function_of_subclasses():
-            self._had = list(zip(tensors, map(_gradient, tensors), strict=True))
+            self._had = list(zip(tensors, map(gradient_of, tensors), strict=True))
         self._used: list[tuple[Tensor, Tensor]] = []
 
     def find_used(self, points: Sequence[Gradients]) -> None:
@@ -152,8 +154,11 @@ class StartingGradients:
         """After a capture that failed: gives the parameters what they had."""
         self._all.restore()
 
-    def fill(self) -> None:
-        """Before a replay: copies the gradients of now to where the graphs read them."""
+    def fill(self) -> bool:
+        """Before a replay: copies the gradients of now to where the graphs read them.
+
+        Returns whether there may be other gradients now.
+        """
         if self._used:
             catch_up(self._mirrors.all_leaves)
         for tensor, grad in self._used:
@@ -161,3 +166,4 @@ class StartingGradients:
                 assert tensor.grad is not None
                 grad.copy_(tensor.grad)
                 tensor.grad = grad
+        return bool(self._used)

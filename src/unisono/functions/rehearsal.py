@@ -7,7 +7,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from unisono.contexts import CrossReplicaContext, current_context, entered
 from unisono.engines import RunGenerators
-from unisono.functions.cpu_graphs import CpuGraphs, Logs
-from unisono.functions.lines import line_here
+from unisono.functions.recording import Graphs
 from unisono.functions.signature import ModuleState
 from unisono.functions.surroundings import Surroundings
+from unisono.functions.watching import line_here
 from unisono.modules import Mirrors, Settings, plain_class, sets_groups
 from unisono.values import DistributedValues, flatten
 
@@ -38,38 +38,24 @@ class Rehearsal:
 
     Args:
         surroundings: What the step may use.
-        streams: Those of the replicas, where each memory has its own.
-        graphs: What notes the operators of replicas on CPUs.
+        graphs: What notes the operators of replicas on CPUs; on GPUs it notes nothing.
     """
 
     generators: RunGenerators | None = None
     is_capturing = is_joint = False
     call_each = None
 
-    def __init__(
-        self,
-        surroundings: Surroundings,
-        streams: Sequence[torch.cuda.Stream] = (),
-        graphs: CpuGraphs | None = None,
-    ) -> None:
+    def __init__(self, surroundings: Surroundings, graphs: Graphs) -> None:
         self._surroundings = surroundings
-        self.streams = streams
         self._graphs = graphs
-        self.is_on_host = graphs is not None
-        self.is_apart = graphs is not None or bool(streams)
+        self.streams = graphs.streams
+        self.is_on_host = graphs.is_on_host
+        self.is_apart = graphs.is_on_host or bool(graphs.streams)
+        self.on_replica = graphs.on_replica
         self._of_optimizers: list[Settings] = []
         self.reason = ""
         self.settings: list[Settings] = []
         self.waiting: set[str] = set()
-
-    @property
-    def logs(self) -> Logs:
-        """What the replicas have called, if they are on CPUs."""
-        return [] if self._graphs is None else self._graphs.logs
-
-    def on_replica(self, replica_id: int) -> AbstractContextManager[None]:
-        """Within the block, the current thread runs a replica."""
-        return nullcontext() if self._graphs is None else self._graphs.on_replica(replica_id)
 
     def refuse(self, reason: str) -> None:
         """Notes why the step cannot be captured; the first reason counts."""
@@ -80,14 +66,16 @@ class Rehearsal:
         can_be_captured = settings is not None and settings.can_be_captured
         self._as_program(self._check_program)
         # Python may wait there, unless the call is to become a part of a graph.
-        with _waits(lambda _: self.waiting.add(what)), self._unnoted():
+        self._graphs.end()
+        with _waits(lambda _: self.waiting.add(what)):
             result = work()
+        self._graphs.begin()
         self._as_program(self._surroundings.allow_changes)
         is_update = settings is not None or what.startswith("GradScaler")
         read = self._surroundings.scheduled
         if read and what.endswith(".step()") and not is_update:
             self.refuse(f"it reads `{min(read)}`, which {what} may change; read it after `run`")
-        self._note_optimizers()
+        self._of_optimizers = [Settings(one.optimizer) for one in self._of_optimizers]
         if settings is not None and can_be_captured:
             self.settings.append(settings)
         for leaf in flatten(result)[0]:
@@ -112,18 +100,6 @@ class Rehearsal:
         if name := self._surroundings.changed():
             self.refuse(f"it changes `{name}`, which no replay would do")
 
-    def _note_optimizers(self) -> None:
-        self._of_optimizers = [Settings(one.optimizer) for one in self._of_optimizers]
-
-    @contextmanager
-    def _unnoted(self) -> Iterator[None]:
-        if self._graphs is None:
-            yield
-            return
-        self._graphs.end()
-        yield
-        self._graphs.begin()
-
     @contextmanager
     def watching(self, mirrors: Mirrors, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Within the block, notes what a replay with such inputs could not do again."""
@@ -139,16 +115,12 @@ class Rehearsal:
         before = _versions(inputs)
         self._of_optimizers = [Settings(one) for one in mirrors.fronts.of_kind(Optimizer)]
         with _waits(self.refuse), outsiders(mirrors, self.refuse):
-            if self._graphs is None:
-                yield
-            else:
-                self._graphs.begin()
-                yield
-                self._graphs.end()
-                self.refuse(self._graphs.reason)
-        written = set() if self._graphs is None else self._graphs.written
+            self._graphs.begin()
+            yield
+            self._graphs.end()
+            self.refuse(self._graphs.reason)
         # On GPUs, the counts of torch are all that is known.
-        are_written = [one.untyped_storage()._cdata in written for one in inputs]
+        are_written = [one.untyped_storage()._cdata in self._graphs.written for one in inputs]
         if any(are_written) or _versions(inputs) != before:
             self.refuse("it writes to an argument; write to a copy")
         if name := state.changed():
@@ -156,8 +128,7 @@ class Rehearsal:
         self._check_program()
         if _host_randomness(generators) != drawn:
             self.refuse(HOST_RANDOMNESS)
-        if self._graphs is not None:
-            self._surroundings.take([], self._graphs.named)
+        self._surroundings.take([], self._graphs.named)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -60,6 +61,11 @@ class Inputs(NamedTuple):
     reason: str
 
 
+# Each is read without a call of Python, as there are tensors of every replica.
+_looks_of = operator.attrgetter("layout", "device", "requires_grad", "shape", "dtype")
+_attributes_of = operator.attrgetter("__dict__")
+
+
 def is_input(value: Any) -> bool:
     """Whether a part of an argument is a tensor whose values may differ from call to call."""
     # Most are plain tensors, which is seen at once.
@@ -67,43 +73,53 @@ def is_input(value: Any) -> bool:
     return is_tensor and (type(value) is Tensor or not isinstance(value, Parameter))
 
 
-def read_inputs(arguments: Any, kind: str) -> Inputs:
+def read_inputs(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> Inputs:
     """Takes the arguments of a run apart, for replicas on a kind of device."""
     tensors: list[Tensor] = []
     objects: list[Any] = []
-    # A step can tell one tensor in two places from two tensors.
-    numbers: dict[int, int] = {}
-    tree, leaves = take_apart(arguments)
+    tree, leaves = take_apart((args, kwargs) if kwargs else args)
     # Not the tree itself, which holds the arguments.
-    key: list[Any] = [tree.paths, tree.kinds]
+    key: list[Any] = [tree.paths, tree.kinds, bool(kwargs)]
     for leaf in leaves:
         is_distributed = isinstance(leaf, DistributedValues)
         key.append(type(leaf) if is_distributed else None)
-        for part in leaf.values if is_distributed else (leaf,):
-            if not is_input(part):
-                key.append(constant(part))
-                if not isinstance(part, _CONSTANTS):
-                    objects.append(part)
-                continue
-            device = part.device
-            if part.layout is not torch.strided or device.type != kind:
-                wanted = f"but replicas are on {kind!r}, and only dense tensors are captured"
-                reason = f"an argument is a {part.layout} tensor on {device}, {wanted}"
-                return Inputs(None, [], [], reason)
-            # A tensor that holds the values alone takes its place.
-            if type(part) is not Tensor:
-                reason = f"an argument is of the class {type(part).__name__}; pass a plain tensor"
-                return Inputs(None, [], [], reason)
-            if vars(part):
-                reason = f"an argument has the attribute {min(vars(part))!r}; pass it separately"
-                return Inputs(None, [], [], reason)
-            if part.requires_grad:
-                reason = "an argument requires a gradient; call `requires_grad_()` in the step"
-                return Inputs(None, [], [], reason)
-            number = numbers.setdefault(id(part), len(numbers))
-            key.append((part.shape, part.stride(), part.dtype, device, number))
-            tensors.append(part)
+        parts = leaf.values if is_distributed else (leaf,)
+        if {*map(type, parts)} == {Tensor}:
+            tensors += parts
+            continue
+        for part in parts:
+            key.append(None if is_input(part) else constant(part))
+            if is_input(part):
+                tensors.append(part)
+            elif not isinstance(part, _CONSTANTS):
+                objects.append(part)
+    if tensors:
+        looks = list(map(_looks_of, tensors))
+        layouts, devices, need_grad, *_ = map(set, zip(*looks, strict=True))
+        is_plain = layouts == {torch.strided} and {one.type for one in devices} == {kind}
+        has_more = need_grad != {False} or any(map(_attributes_of, tensors))
+        if not is_plain or has_more or {*map(type, tensors)} != {Tensor}:
+            reason = next(filter(None, (_unfit(one, kind) for one in tensors)))
+            return Inputs(None, [], [], reason)
+        key += looks
+        key += map(Tensor.stride, tensors)
+    # A step can tell one tensor in two places from two tensors.
+    places = list(map(id, tensors))
+    key.append(len({*places}) == len(places) or tuple(map(places.index, places)))
     return Inputs(tuple(key), tensors, objects, "")
+
+
+def _unfit(tensor: Tensor, kind: str) -> str:
+    """Says why an argument is more than its values; empty if it is not."""
+    if tensor.layout is not torch.strided or tensor.device.type != kind:
+        wanted = f"but replicas are on {kind!r}, and only dense tensors are captured"
+        return f"an argument is a {tensor.layout} tensor on {tensor.device}, {wanted}"
+    if type(tensor) is not Tensor:
+        return f"an argument is of the class {type(tensor).__name__}; pass a plain tensor"
+    if vars(tensor):
+        return f"an argument has the attribute {min(vars(tensor))!r}; pass it separately"
+    needs_grad = "an argument requires a gradient; call `requires_grad_()` in the step"
+    return needs_grad if tensor.requires_grad else ""
 
 
 # What the caller has set for its thread, and a captured step has built in.
@@ -134,7 +150,45 @@ def modes() -> Hashable:
     return tuple([read() for read in _MODES])
 
 
-class ModuleState:
+class State:
+    """Something that a step depends on: whether it is what it was, and what has changed."""
+
+    def __init__(self) -> None:
+        self._contents = Contents()
+        # What counts, by name.
+        self._named: dict[str, Any] = {}
+        # All states that there were, and their numbers.
+        self._numbers: dict[Hashable, int] = {}
+        self._number = -1
+
+    def number(self) -> int:
+        """Returns a number that is the same whenever all is the same."""
+        if not self._is_current():
+            self._note()
+        return self._number
+
+    def changed(self) -> str:
+        """Returns the name of one thing that is another than it was; empty if none is."""
+        if self._is_current():
+            return ""
+        before = self._named
+        self._note()
+        now = self._named
+        return next((name for name in {**before, **now} if before.get(name) != now.get(name)), "")
+
+    def _is_current(self) -> bool:
+        """Whether all is the same, as far as C can see by one comparison."""
+        return self._contents.are_same()
+
+    def _note(self) -> None:
+        """Notes what is there now."""
+        raise NotImplementedError
+
+    def _take(self, key: Hashable) -> None:
+        self._number = self._numbers.setdefault(key, len(self._numbers))
+
+
+class ModuleState(State):
     """The attributes of some modules: what each is, and where its tensors lie.
 
     Whether they are the same as before is seen by one comparison in C, as there may be thousands.
@@ -145,38 +199,16 @@ class ModuleState:
         find: Callable[[], list[nn.Module]],
         found_in: Sequence[dict[int, Any]] = (),
     ) -> None:
+        super().__init__()
         self._find = find
         # The same modules are found as long as these tables hold the same.
         self._found_in = found_in
-        # They stay alive, so that others cannot have the same identities.
-        self._modules: list[nn.Module] = []
-        self._contents = Contents()
         # Changes whenever a hook is added to any module or tensor.
         self._next_hook = -1
         self._tensors: list[Tensor] = []
         self.parameters: list[Tensor] = []
         self._addresses: list[int] = []
         self._need_grad: list[bool] = []
-        self._attributes: dict[str, Hashable] = {}
-        # All states that there were, and their numbers.
-        self._numbers: dict[Hashable, int] = {}
-        self._number = -1
-
-    def number(self) -> int:
-        """Returns a number that is the same whenever the modules have the same attributes."""
-        if not self._is_current():
-            self._note()
-        return self._number
-
-    def changed(self) -> str:
-        """Returns the name of an attribute that is another than it was; empty if none is."""
-        if self._is_current():
-            return ""
-        before = self._attributes
-        self._note()
-        now = self._attributes
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        return names[0] if names else ""
 
     def _is_current(self) -> bool:
         return (
@@ -187,7 +219,7 @@ class ModuleState:
         )
 
     def _note(self) -> None:
-        self._modules = modules = self._find()
+        modules = self._find()
         tables = [raw(module) for module in modules]
         hooks = _hooks_of_all()
         containers: list[Any] = [*self._found_in, *tables, *filter(None, hooks.values())]
@@ -205,38 +237,42 @@ class ModuleState:
         self._need_grad = list(map(_needs_grad, self.parameters))
         containers += [hooks for one in self._tensors for hooks in _hooks(one) if hooks]
         self._contents.note(containers)
-        self._attributes = {
+        self._named = {
             f"{_shown(name, type(module).__name__)} (module {place})": (
                 _places(value) if name in _TENSORS else frozen(value)
             )
             for place, (module, table) in enumerate(zip(modules, tables, strict=True))
             for name, value in table.items()
         }
-        self._attributes |= {name: frozen(held) for name, held in hooks.items()}
-        key = tuple(map(Same, modules)), tuple(self._attributes.items())
-        self._number = self._numbers.setdefault(key, len(self._numbers))
+        self._named |= {name: frozen(held) for name, held in hooks.items()}
+        # The modules stay alive, so that others cannot have the same identities.
+        self._take((tuple(map(Same, modules)), tuple(self._named.items())))
 
 
-class Members:
+class Members(State):
     """The parameters in each group of some optimizers: what `zero_grad` clears in a replay."""
 
-    def __init__(self, find: Callable[[], list[Any]]) -> None:
+    def __init__(self, find: Callable[[], list[Any]], found_in: Sequence[dict[int, Any]]) -> None:
+        super().__init__()
         self._find = find
+        # The same optimizers are found as long as these tables hold the same.
+        self._found_in = found_in
+        self._optimizers: list[weakref.ref[Any]] = []
         self._lists: list[list[Tensor]] = []
-        self._contents = Contents()
-        # All that there were, and their numbers.
-        self._numbers: dict[Hashable, int] = {(): 0}
-        self._number = 0
+        self._note()
 
-    def number(self) -> int:
-        """Returns a number that is the same whenever the groups have the same parameters."""
-        lists = [group["params"] for one in self._find() for group in groups_of(one)]
-        if not are_same(lists, self._lists) or not self._contents.are_same():
-            self._lists = lists
-            self._contents.note(lists)
-            key = tuple(tuple(map(Same, one)) for one in lists)
-            self._number = self._numbers.setdefault(key, len(self._numbers))
-        return self._number
+    def _is_current(self) -> bool:
+        return self._contents.are_same() and are_same(self._members(), self._lists)
+
+    def _members(self) -> list[list[Tensor]]:
+        found = [one for own in self._optimizers if (one := own()) is not None]
+        return [group["params"] for one in found for group in groups_of(one)]
+
+    def _note(self) -> None:
+        self._optimizers = list(map(weakref.ref, self._find()))
+        self._lists = self._members()
+        self._contents.note([*self._found_in, *self._lists])
+        self._take(tuple(tuple(map(Same, one)) for one in self._lists))
 
 
 def _hooks_of_all() -> dict[str, dict[int, Any]]:

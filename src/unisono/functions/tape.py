@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.engines import identity
-from unisono.functions.lines import Line, line_here
 from unisono.functions.script import UnscriptableError
+from unisono.functions.watching import Line, line_here
 from unisono.torch_private import (
     OpOverload,
     TorchDispatchMode,

@@ -1,23 +1,28 @@
-"""What a replica on a CPU calls that is no operator: seen by a profile function of Python.
+"""What a replica on a CPU calls that is no operator, and the lines of the program that call it.
 
-A mode of torch would see most of it, too, but under such a mode torch avoids its fast paths, which
-have other bits.
+A profile function of Python sees it. A mode of torch would see most of it, too, but under such a
+mode torch avoids its fast paths, which have other bits.
 """
 
 from __future__ import annotations
 
+import linecache
+import os
 import sys
+import traceback
 import types
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from unisono.engines import names_in
-from unisono.functions.lines import is_in_libraries, is_ours, line_here
-from unisono.functions.tape import Noting
+
+if TYPE_CHECKING:
+    from unisono.functions.tape import Noting
 
 # These bring the values of a tensor to Python without an operator.
 _READING = frozenset(
@@ -39,6 +44,59 @@ _DIVIDING = frozenset({"_pad_packed_sequence", "tensor_split"})
 _MAKING = frozenset({"as_tensor", "asarray", "new", "new_tensor", "tensor"})
 # No operator shows these, and bits need not show them: the seed may be the one that is set already.
 _SEEDING = frozenset({"manual_seed", "seed"})
+# Frames of these are not the user's program.
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_LIBRARIES = (os.path.dirname(torch.__file__), _PACKAGE, warnings.__file__)
+
+
+class _Libraries(dict[str, bool]):
+    """Whether files belong to libraries. It is asked for every frame of every operator."""
+
+    def __missing__(self, filename: str) -> bool:
+        self[filename] = filename.startswith(_LIBRARIES)
+        return self[filename]
+
+
+_in_libraries = _Libraries()
+
+
+class Line(NamedTuple):
+    """A line of a file."""
+
+    filename: str
+    number: int
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.filename, self.number).strip()
+        return f"{self.filename}:{self.number} ({text})"
+
+
+def _is_of_libraries(frame: types.FrameType) -> bool:
+    """Whether a frame is one of Python, torch or Unisono."""
+    filename = frame.f_code.co_filename
+    is_of_python = filename.startswith((_PYTHON, "<frozen")) and "-packages" not in filename
+    return is_of_python or _in_libraries[filename]
+
+
+def line_here() -> Line:
+    """Returns the innermost line of the user's program that is being run."""
+    frame = sys._getframe(1)
+    innermost = Line(frame.f_code.co_filename, frame.f_lineno)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not _in_libraries[filename]:
+            return Line(filename, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return innermost
+
+
+def line_of(error: BaseException) -> Line:
+    """Returns the innermost line of the user's program that has raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    frame = (own or frames)[-1]
+    return Line(frame.filename, frame.lineno or 0)
 
 
 class _Arguments(TorchFunctionMode):
@@ -119,7 +177,7 @@ class Watching:
                 self._note_reading(frame.f_back)
             elif code not in self._seen and self._is_on():
                 self._seen.add(code)
-                if not is_in_libraries(frame):
+                if not _is_of_libraries(frame):
                     self._named |= {code.co_name} | names_in(code)
         elif event == "c_call":
             name = arg.__name__
@@ -132,7 +190,7 @@ class Watching:
                 self._refuse_here("seeds a random generator", frame)
             elif name == "set_state" and (tape := self._noting.tape) is not None:
                 tape.has_drawn |= isinstance(arg.__self__, torch.Generator)
-            elif arg.__module__ == "time" and not is_in_libraries(frame):
+            elif arg.__module__ == "time" and not _is_of_libraries(frame):
                 self._refuse_here("reads the clock", frame)
         elif event != "return":
             self._arguments.end(arg.__name__)
@@ -147,5 +205,5 @@ class Watching:
             self._refuse_here("reads the values of a tensor", frame)
 
     def _refuse_here(self, what: str, frame: types.FrameType) -> None:
-        if not is_ours(frame) and self._is_on():
+        if not frame.f_code.co_filename.startswith(_PACKAGE) and self._is_on():
             self._refuse(f"it {what} at {line_here()}")

@@ -113,6 +113,7 @@ class SealedHooks(OrderedDict[int, Callable[[Tensor], None]]):
 
     @classmethod
     def on(cls, leaf: nn.Parameter, hook: Callable[[Tensor], None]) -> SealedHooks:
+        """Makes `hook` the only hook of `leaf`."""
         hooks = leaf._post_accumulate_grad_hooks
         if not isinstance(hooks, SealedHooks):
             # torch keeps the first dictionary that it was given, also if it is given another.

@@ -51,9 +51,11 @@ class OwnPass:
 
     @property
     def adds(self) -> bool:
+        """Whether a leaf had a gradient before."""
         return self._before.count(None) < len(self._before)
 
     def new(self) -> list[int]:
+        """Returns the numbers of the leaves that have a new gradient."""
         found = [leaf.grad for leaf in self.leaves]
         return [
             i
@@ -62,6 +64,7 @@ class OwnPass:
         ]
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Returns which of some leaves have no new gradient yet."""
         return [
             i
             for i in numbers
@@ -192,6 +195,7 @@ class Sender:
         current.sent.append(done)
 
     def settle(self, sent: Sequence[Future[None]]) -> None:
+        """Waits until packs are exchanged, or have failed."""
         try:
             wait(sent)
         except KeyboardInterrupt:
@@ -207,6 +211,7 @@ class Sender:
         sent.pop().result()
 
     def close(self) -> None:
+        """Ends the thread."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None

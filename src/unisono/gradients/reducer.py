@@ -122,6 +122,7 @@ class GradientReducer:
         ]
 
     def close(self) -> None:
+        """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
         self._sender.close()
         self._passes.clear()
         if self._exchange is not None:

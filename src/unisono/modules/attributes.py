@@ -48,7 +48,11 @@ class Contents:
     """A snapshot of the contents of some containers."""
 
     def __init__(self) -> None:
-        self.note([])
+        self.forget()
+
+    def forget(self) -> None:
+        """Notes nothing. Objects may ask for it when Python has cleared our modules at its end."""
+        self._noted: tuple[list[Any], bytes, list[Any], bytes] = [], b"", [], b""
 
     def note(self, containers: Sequence[Any]) -> None:
         """Notes what lists, sets, dicts (keys and values) and live views of dicts hold now."""
@@ -130,6 +134,7 @@ class Attributes:
         self._looked_at = ""
 
     def give(self, mirrors: Iterable[Mirror]) -> None:
+        """Gives the clones of modules the attributes of their primaries."""
         self._visited, self.tensors = {}, {}
         known = self._known.items()
         self._changed = {k for k, x in known if not are_same(parts_of(x.original), x.content)}

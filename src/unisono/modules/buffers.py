@@ -84,6 +84,7 @@ class Buffers:
         self._is_replayed = False
 
     def track(self, modules: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> None:
+        """Says which modules there are, each with its clones."""
         tracked = [
             _Tracked(weakref.ref(module), raw(module)["_buffers"], list(map(raw, clones)))
             for module, clones in modules
@@ -169,6 +170,7 @@ class Buffers:
             raise
 
     def end(self, weights: Sequence[float], recorder: Any = None) -> None:
+        """Ends a run that has not failed."""
         written = self.find_written(recorder)
         bring = functools.partial(self.bring_together, weights, written)
         is_apart = recorder is not None and (

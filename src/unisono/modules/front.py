@@ -105,7 +105,7 @@ class Fronts:
         # Replicas and other threads may add objects at the same time.
         self._lock = threading.Lock()
         # By identity, in the order of adding.
-        self._added: dict[int, tuple[weakref.ref[Any], type]] = {}
+        self.added: dict[int, tuple[weakref.ref[Any], type]] = {}
         # The objects of the current run, their classes, and those that they have during the run.
         self._present: list[Any] = []
         self._plain: list[type] = []
@@ -118,10 +118,10 @@ class Fronts:
         """Lets `before` come before the class of an object in the next run, or in this one, too."""
         cls: Any = type(target)
         with self._lock:
-            known = self._added.get(id(target))
+            known = self.added.get(id(target))
             if known is not None and known[0]() is target:
                 return
-            self._added[id(target)] = (weakref.ref(target), before)
+            self.added[id(target)] = (weakref.ref(target), before)
             if is_at_once and self._is_up:
                 self._present = [*self._present, target]
                 self._plain = [*self._plain, cls]
@@ -129,8 +129,9 @@ class Fronts:
                 set_classes([target], self._during[-1:])
 
     def of_kind(self, kind: type[T]) -> list[T]:
+        """Returns the objects of a class."""
         with self._lock:
-            added = list(self._added.values())
+            added = list(self.added.values())
         found = (target() for target, _ in added)
         return [target for target in found if isinstance(target, kind)]
 
@@ -150,12 +151,12 @@ class Fronts:
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
         with self._lock:
-            added = self._added
+            added = self.added
             found = {
                 key: target for key, (ref, _) in added.items() if (target := ref()) is not None
             }
-            if len(found) < len(added):
-                self._added = added = {key: added[key] for key in found}
+            for key in added.keys() - found.keys():
+                del added[key]
             present = list(found.values())
             plain = list(map(type, present))
             if plain != self._plain:

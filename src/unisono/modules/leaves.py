@@ -40,12 +40,14 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, grad: Tensor | None) -> Mark | None:
+        """Marks a gradient."""
         if grad is None:
             return None
         # Without a call of Python, as there is one for every gradient.
         return tuple.__new__(cls, (weakref.ref(grad), grad._version))
 
     def fits(self, grad: Tensor) -> bool:
+        """Whether `grad` is the gradient that was marked, and has not been written to."""
         return self.grad() is grad and grad._version == self.version
 
 
@@ -116,6 +118,7 @@ class Leaves:
         self.version = version_of(primary)
 
     def is_behind(self) -> bool:
+        """Whether something was written to the primary that other memories do not have."""
         return self.is_spread and self.version != version_of(self.primary)
 
     def take_over(self) -> None:
@@ -142,6 +145,7 @@ class Leaves:
             self.hooks = list(hooks)
 
     def mark_reduced(self) -> None:
+        """Remembers the gradients of the leaves as reduced: they are equal."""
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
 
     def is_hidden(self) -> bool:
@@ -218,6 +222,7 @@ class VariableLeaves(Leaves):
         return []
 
     def is_behind(self) -> bool:
+        """Returns False: components may differ until the next update."""
         # Components may differ until the next update.
         return False
 

@@ -53,6 +53,7 @@ class MirroredMetric(NamedTuple):
 
     @property
     def attributes(self) -> dict[str, Any]:
+        """The attributes of the primary."""
         attributes: dict[str, Any] = object.__getattribute__(self.primary(), "__dict__")
         return attributes
 
@@ -74,6 +75,7 @@ class MirroredMetric(NamedTuple):
             self._start(clone)
 
     def begin(self) -> None:
+        """Before a run: forgets what was counted in the last one."""
         for clone in self.clones:
             own = clone.__dict__
             own["_computed"] = None
@@ -104,6 +106,7 @@ class MirroredMetric(NamedTuple):
         )
 
     def part_of(self, clone: nn.Module) -> Part:
+        """Returns what a replica has counted."""
         own = clone.__dict__
         for name, value in self.fixed.items():
             if own[name] is not value:

@@ -134,7 +134,7 @@ class Mirrors:
         self.mirrors.pop(identity, None)
         if not self.workers.are_many:
             # Workers collect garbage at different times, but must rebuild in the same run.
-            self._tables.note([])
+            self._tables.forget()
             self.is_stale = True
 
     def give_again(self, module: nn.Module, name: str) -> None:
@@ -144,9 +144,11 @@ class Mirrors:
         self.is_stale = True
 
     def share_new(self) -> None:
+        """Gives every worker what the chief has of what is new."""
         self.shared.share(self.primaries())
 
     def leaves_of(self, parameter: Tensor) -> Leaves | None:
+        """Returns the leaves of a primary parameter, if it has any."""
         owner = self.owners.get(id(parameter))
         return owner if owner is not None and owner.primary is parameter else None
 
@@ -236,6 +238,7 @@ class Mirrors:
             yield from ((module, replicas[i]) for i in replica_ids if replicas)
 
     def primaries(self) -> list[nn.Module]:
+        """Returns the modules, in the order of making."""
         found = (mirror.primary() for mirror in list(self.mirrors.values()))
         return [module for module in found if module is not None]
 

@@ -95,6 +95,7 @@ class OnceOptimizer(OnceUpdate):
     """Comes before the class of an optimizer while replicas run."""
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clears the gradients of this replica; outside a replica, those of all."""
         if plain_class(type(self)).zero_grad is Optimizer.zero_grad:
             self._clear(*args, **kwargs)
         else:
@@ -202,6 +203,7 @@ class OnceScheduler(Front):
     """Comes before the class of a learning-rate scheduler. Replicas give the same arguments."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes one step for all replicas, which give the same arguments."""
         step = functools.partial(super().step, *args, **kwargs)  # type: ignore[misc]
         return do_once(f"{type(self).__name__}.step()", step, given=(*args, *kwargs.values()))
 
@@ -210,13 +212,16 @@ class OnceScaler(Front):
     """Comes before `GradScaler`: gradients are looked at and unscaled once, when reduced."""
 
     def unscale_(self, optimizer: Optimizer) -> Any:
+        """Unscales the reduced gradients, which the leaves of all replicas then have."""
         return self._once("unscale_()", optimizer, super().unscale_)  # type: ignore[misc]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Makes one update for all replicas, unless a gradient is infinite."""
         step = functools.partial(super().step, **kwargs)  # type: ignore[misc]
         return self._once("step()", optimizer, step, *args)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates the scale once for all replicas, which give the same arguments."""
         update = functools.partial(super().update, *args, **kwargs)  # type: ignore[misc]
         return do_once("GradScaler.update()", update, given=(*args, *kwargs.values()))
 

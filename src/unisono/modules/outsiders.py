@@ -137,6 +137,7 @@ class MadeOutside:
         self._version = object()
 
     def add(self, parameter: Tensor) -> None:
+        """Adds a parameter, for as long as it lives."""
         with self._lock:
             self._known.append(weakref.ref(parameter))
             if len(self._known) > self._most:

@@ -52,6 +52,7 @@ class Copies:
         self._copies: list[Tensor] = []
 
     def take(self, originals: list[Tensor]) -> None:
+        """Copies some tensors."""
         self._originals = originals
         if list(map(_kind_of, originals)) != list(map(_kind_of, self._copies)):
             self._copies = [torch.empty_like(one, requires_grad=False) for one in originals]
@@ -59,6 +60,7 @@ class Copies:
             copy_each(self._copies, [one.detach() for one in originals])
 
     def put_back(self) -> None:
+        """Gives the tensors the values that they had."""
         for original, kept in zip(self._originals, self._copies, strict=True):
             with torch.inference_mode(mode=original.is_inference()):
                 original.detach().copy_(kept)
@@ -110,6 +112,7 @@ class Snapshot:
             self._keep_gradients(keep_gradients=keep_gradients)
 
     def end(self) -> None:
+        """After a run that stays made."""
         self._restorations = []
         self._has_copied = True
 
@@ -129,6 +132,7 @@ class Snapshot:
         return [one.grad for one in self._own_parameters()]
 
     def take_gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """Takes over what `gradients` has returned on another worker."""
         for one, grad in zip(self._own_parameters(), grads, strict=True):
             one.grad = None if grad is None else grad.to(one.device)
             leaves = self._mirrors.leaves_of(one)
@@ -293,6 +297,7 @@ class Postponed(UpdatesAtOnce):
         self._is_looking = True
 
     def look_at(self, structure: Any) -> None:
+        """Something is about to be done with some tensors."""
         if self._update is not None and self._is_seen_in(structure):
             self.make()
 

@@ -51,6 +51,7 @@ class Flat:
         return flat[start : start + primary.numel()].view(primary.shape).data
 
     def give(self) -> None:
+        """Gives the replicas the values of the primaries, however they were written."""
         torch.cat(self._sources, out=self.whole)
         for part in self.parts:
             part.copy_(self.whole)
@@ -63,6 +64,7 @@ class Flat:
         return not all(torch.equal(part.view(kind), given) for part in self.parts)
 
     def write(self) -> None:
+        """Gives the primaries what they have become."""
         copy_each(self._targets, self._results)
 
 
@@ -108,6 +110,7 @@ class LooseBuffer:
         return by_others or not all(torch.equal(p.cpu(), self.primary.cpu()) for p in self.parts)
 
     def bring_together(self, weights: Sequence[float], workers: Workers) -> None:
+        """Gives the primary what the replicas have together."""
         combined = combined_of(self.parts, weights, workers)
         with torch.inference_mode(mode=self.primary.is_inference()):
             if self.primary.shape != combined.shape:

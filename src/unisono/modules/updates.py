@@ -185,6 +185,7 @@ class Settings:
         return next((one[0] for one, other in pairs if one != other), "")
 
     def are_current(self) -> bool:
+        """Whether they are still the same."""
         tables = groups_of(self.optimizer), state_of(self.optimizer)
         if are_same(tables, self._held) and self._contents.are_same():
             # The very same objects, which is quickly seen.
@@ -228,6 +229,7 @@ class GroupCopies:
         self._copies: dict[int, tuple[Any, dict[int, Groups]]] = {}
 
     def seen(self, optimizer: Any, groups: Groups, context: ReplicaContext) -> Groups:
+        """Returns what a replica sees of the groups of an optimizer."""
         _, copies = self._copies.setdefault(id(optimizer), (optimizer, {}))
         if context.local_id not in copies:
             copies[context.local_id] = [_copied(group) for group in groups]
@@ -270,6 +272,7 @@ class GroupCopies:
                 own += [_copied(group) for group in groups[len(own) :]]
 
     def forget(self) -> None:
+        """When the run has ended."""
         self._copies.clear()
 
 

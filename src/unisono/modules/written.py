@@ -149,6 +149,7 @@ class Watch:
         )
 
     def note_parts(self, clones: Iterable[nn.Module]) -> None:
+        """Before a run: notes the parameters and submodules that the clones of a replica have."""
         self._parts.note([raw(clone)[table] for clone in clones for table in TABLES_OF_OWN])
 
     def check_parts(self) -> None:

@@ -119,11 +119,11 @@ def of_a_scheduler() -> Place:
 def test_where_a_step_may_read_something(make: Callable[[], Place]) -> None:
     step, change = make()
     surroundings = Surroundings(step)
-    key = surroundings.key()
-    assert surroundings.key() == key
+    key = surroundings.number()
+    assert surroundings.number() == key
     change()
     assert surroundings.changed() != ""
-    assert surroundings.key() != key
+    assert surroundings.number() != key
 
 
 def check(

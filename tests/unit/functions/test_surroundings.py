@@ -40,8 +40,8 @@ class Trainer:
 
 def test_nothing_has_changed() -> None:
     surroundings = Surroundings(helper)
-    key = surroundings.key()
-    assert surroundings.key() == key
+    key = surroundings.number()
+    assert surroundings.number() == key
     assert surroundings.changed() == ""
 
 
@@ -52,25 +52,25 @@ def test_variables_of_functions_that_a_step_calls_count(monkeypatch: pytest.Monk
         return helper(), outer
 
     surroundings = Surroundings(step)
-    keys = [surroundings.key()]
+    keys = [surroundings.number()]
     monkeypatch.setattr("unit.functions.test_surroundings.rate", 2.0)
-    keys.append(surroundings.key())
+    keys.append(surroundings.number())
     monkeypatch.setitem(settings, "rate", 3.0)
-    keys.append(surroundings.key())
+    keys.append(surroundings.number())
     outer = 3.0
     assert surroundings.changed() == "outer"
-    keys.append(surroundings.key())
+    keys.append(surroundings.number())
     assert len(set(keys)) == 4
     outer = 2.0
-    assert surroundings.key() == keys[2]
+    assert surroundings.number() == keys[2]
 
 
 def test_attributes_count_if_the_code_names_them() -> None:
     trainer = Trainer()
     surroundings = Surroundings(trainer.step)
-    key = surroundings.key()
+    key = surroundings.number()
     trainer.num_steps += 1
-    assert surroundings.key() == key
+    assert surroundings.number() == key
     trainer.rate = 2.0
     assert surroundings.changed() == "self.rate"
     trainer.optimizers.append(object())
@@ -88,11 +88,11 @@ def test_attributes_of_other_objects_count() -> None:
         return model.config.rate + extra  # type: ignore[attr-defined]
 
     surroundings = Surroundings(functools.partial(step, 1))
-    key = surroundings.key()
+    key = surroundings.number()
     model.rate = 5.0
-    assert surroundings.key() != key
+    assert surroundings.number() != key
     model.rate = 1.0
-    assert surroundings.key() == key
+    assert surroundings.number() == key
 
 
 def test_tensors_are_told_apart_by_identity() -> None:
@@ -102,11 +102,11 @@ def test_tensors_are_told_apart_by_identity() -> None:
         return mask
 
     surroundings = Surroundings(step)
-    key = surroundings.key()
+    key = surroundings.number()
     mask += 1
-    assert surroundings.key() == key
+    assert surroundings.number() == key
     mask = mask.clone()
-    assert surroundings.key() != key
+    assert surroundings.number() != key
 
 
 def test_long_containers_are_data() -> None:
@@ -116,11 +116,11 @@ def test_long_containers_are_data() -> None:
         return data
 
     surroundings = Surroundings(step)
-    key = surroundings.key()
+    key = surroundings.number()
     data[3] = -1
-    assert surroundings.key() == key
+    assert surroundings.number() == key
     data.append(1)
-    assert surroundings.key() != key
+    assert surroundings.number() != key
 
 
 def test_what_python_changes_in_every_replay_may_change() -> None:
@@ -133,9 +133,9 @@ def test_what_python_changes_in_every_replay_may_change() -> None:
     surroundings = Surroundings(step)
     calls.append(1)
     surroundings.allow_changes()
-    key = surroundings.key()
+    key = surroundings.number()
     calls.append(2)
-    assert surroundings.key() == key
+    assert surroundings.number() == key
     other = 2
     assert surroundings.changed() == "other"
 
@@ -298,11 +298,11 @@ def test_where_a_step_may_find_something(
     monkeypatch.setenv("UNISONO_TEST_RATE", "1")
     step, change = make()
     surroundings = Surroundings(step)
-    key = surroundings.key()
-    assert surroundings.key() == key
+    key = surroundings.number()
+    assert surroundings.number() == key
     change()
     assert surroundings.changed() != ""
-    assert surroundings.key() != key
+    assert surroundings.number() != key
 
 
 def test_what_only_other_methods_name_does_not_count() -> None:
@@ -321,9 +321,9 @@ def test_what_installed_packages_keep_does_not_count(monkeypatch: pytest.MonkeyP
         return pytest.approx(1.0), rate
 
     surroundings = Surroundings(step)
-    key = surroundings.key()
+    key = surroundings.number()
     monkeypatch.setattr(pytest, "approx", pytest.skip)
-    assert surroundings.key() == key
+    assert surroundings.number() == key
 
 
 def test_objects_among_the_arguments_count() -> None:
@@ -362,7 +362,7 @@ def test_what_optimizers_keep_does_not_count() -> None:
     optimizer = OwnSGD([torch.ones(1, requires_grad=True)], lr=1.0)
     StepLR(optimizer, 1)  # It puts a wrapper around `step`.
     surroundings = Surroundings(lambda: optimizer.step())
-    key = surroundings.key()
+    key = surroundings.number()
     optimizer.param_groups[0]["lr"] = 2.0
     optimizer.step()
-    assert surroundings.key() == key
+    assert surroundings.number() == key

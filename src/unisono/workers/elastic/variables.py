@@ -54,6 +54,7 @@ class KeptVariables:
         return iter(list(self._variables.items()))
 
     def begin(self) -> None:
+        """Before a run."""
         for number in self._of_all.keys() - self._variables.keys():
             del self._of_all[number]
         self._before = self._num_made, set(self._changed)
@@ -89,6 +90,7 @@ class KeptVariables:
             self._changed.add(number)
 
     def restore(self) -> None:
+        """Makes everything what it was before the run."""
         assert self._before is not None
         num_made, changed = self._before
         if self._num_made > num_made:
@@ -186,6 +188,7 @@ class KeptVariables:
                     leaves.give_gradient()
 
     def state(self) -> dict[int, list[Tensor]]:
+        """Returns what a worker that joins needs to know."""
         return {
             number: self._of_all.get(number) or [variable.values[0].detach()]
             for number, variable in self._each()
