@@ -221,8 +221,8 @@ class Aside:
 
     def leave_to_first(self, context: ReplicaContext, owners: Iterable[Leaves]) -> None:
         """Before a pass in `no_sync`: one replica has the sum so far, which then counts once."""
-        replica_id = context.local_id
-        for one in owners if self._is_needed else ():
+        replica_id, is_alone = context.local_id, context.notes.is_without_sync
+        for one in owners if self._is_needed and is_alone else ():
             leaf, mark = one.leaves[replica_id], one.reduced[replica_id]
             if leaf.grad is not None and mark is not None and mark.grad() is leaf.grad:
                 one.reduced[replica_id] = None

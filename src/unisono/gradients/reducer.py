@@ -210,8 +210,7 @@ class GradientReducer:
                 if notes.num_passes not in self._passes:
                     self._passes[notes.num_passes] = Pass(self._num_early, len(self._devices))
                 current = self._passes[notes.num_passes]
-            if notes.is_without_sync:
-                self._aside.leave_to_first(context, (*self._owners, *self._frozen))
+            self._aside.leave_to_first(context, itertools.chain(self._owners, self._frozen))
             leaves = self._leaves[context.local_id]
             if True in map(needs_grad, frozen := self._frozen_leaves[context.local_id]):
                 leaves = [*leaves, *frozen]
