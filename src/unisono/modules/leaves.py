@@ -318,23 +318,21 @@ def show_what_is_left(owners: Sequence[Leaves]) -> None:
 def take_shown(owners: Iterable[Leaves]) -> None:
     """Gives replicas what the program has made of the gradients that primaries show."""
     for one in owners:
-        if one.is_shown:
-            grad, mark = one.primary.grad, one.waiting or one.reduced[0]
-            if grad is None:
+        if not one.is_shown:
+            continue
+        grad, mark = one.primary.grad, one.waiting or one.reduced[0]
+        if grad is None:
+            one.give_gradient()
+        elif mark is not None and (mark[0]() is not grad or mark[1] != grad._version):
+            if one.waiting is not None and grad.norm() != 0:
+                raise ContextError(
+                    f"The gradient of a parameter of shape {tuple(grad.shape)} was written outside "
+                    "`run` before it was reduced, so only that of the first replica was written. "
+                    "Write it in the step with `unisono.once(fn)`, which reduces it first, or "
+                    "leave out `no_sync()`."
+                )
+            if one.waiting is not None or not one.is_hidden():
                 one.give_gradient()
-            elif mark is not None and (mark[0]() is not grad or mark[1] != grad._version):
-                if one.waiting is not None and grad.norm() != 0:
-                    _refuse_written(one.primary)
-                if one.waiting is not None or not one.is_hidden():
-                    one.give_gradient()
-
-
-def _refuse_written(parameter: Tensor) -> None:
-    raise ContextError(
-        f"The gradient of a parameter of shape {tuple(parameter.shape)} was written outside `run` "
-        "before it was reduced, so only that of the first replica was written. Write it in the "
-        "step with `unisono.once(fn)`, which reduces it first, or leave out `no_sync()`."
-    )
 
 
 def catch_up(owners: Iterable[Leaves]) -> None:
