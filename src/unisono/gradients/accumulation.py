@@ -57,7 +57,7 @@ class Weighting:
         self._op = op
         self.weights: Sequence[float] = ()
         self.removals: list[Callable[[], None]] = []
-        # Of leaves that were added to without a reduction: their gradient, which has its weight.
+        # Of leaves that were added to without a reduction: their gradient, and what it counted for.
         self._alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def begin(
@@ -74,7 +74,7 @@ class Weighting:
             remove()
         self.removals.clear()
         self.weights = weights
-        for leaf in [leaf for leaf, mark in self._alone.items() if not _fits(mark, leaf.grad)]:
+        for leaf in [leaf for leaf in self._alone if not self.is_applied(leaf)]:
             del self._alone[leaf]
         for replica_id, weight in enumerate(weights):
             if weight != 1.0:
@@ -87,9 +87,9 @@ class Weighting:
         """Returns gradients times what their replica counts for."""
         return tuple(weighed_tensor(self._op, grad, weight) for grad in grads)
 
-    def note(self, leaf: nn.Parameter) -> None:
+    def note(self, leaf: nn.Parameter, weight: float) -> None:
         """A weighted gradient was added to a leaf, and stays the replica's own for now."""
-        self._alone[leaf] = Mark.of(leaf.grad)
+        self._alone[leaf] = Mark.of(leaf.grad), weight
 
     def forget(self, leaf: nn.Parameter) -> None:
         """What a leaf has is reduced."""
@@ -97,15 +97,15 @@ class Weighting:
 
     def is_applied(self, leaf: nn.Parameter) -> bool:
         """Whether the gradient of a leaf is made of backward passes alone."""
-        return _fits(self._alone.get(leaf), leaf.grad)
+        mark, _ = self._alone.get(leaf, (None, 1.0))
+        return mark is not None and leaf.grad is not None and mark.fits(leaf.grad)
 
     def is_mixed(self, leaf: nn.Parameter) -> bool:
         """Whether backward passes were weighted that may be a part of another gradient now."""
-        return leaf in self._alone and not self.is_applied(leaf)
-
-
-def _fits(mark: Mark | None, grad: Tensor | None) -> bool:
-    return mark is not None and grad is not None and mark.fits(grad)
+        if leaf not in self._alone or self.is_applied(leaf):
+            return False
+        mark, weight = self._alone[leaf]
+        return weight != 1.0 or (set(self.weights) != {1.0} and mark.grad() is leaf.grad)
 
 
 class SealedHooks(OrderedDict[int, Callable[[Tensor], None]]):

@@ -235,10 +235,9 @@ class GradientReducer:
     def _keep(self, context: ReplicaContext, own: OwnPass, reduced: Collection[int] = ()) -> None:
         """Leaves the gradients of a pass, but for those `reduced`, to the next one."""
         self._has_waiting = True
-        if context.gradient_weight != 1.0:
-            for number in own.new():
-                if number not in reduced:
-                    self.weighting.note(own.leaves[number])
+        for number in own.new():
+            if number not in reduced:
+                self.weighting.note(own.leaves[number], context.gradient_weight)
 
     def _leave(self, context: ReplicaContext, own: OwnPass) -> None:
         """A pass of a replica has failed, and its step may go on. No pack is reduced any more."""
