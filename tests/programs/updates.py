@@ -132,19 +132,19 @@ def updates_between_runs(strategy: Any) -> Learned:
         with strategy.no_sync():
             scaler.scale(F.cross_entropy(model(x), y)).backward()
 
-    for clear in (None, False, True):
+    for way in ("by hand", "in place", "to none"):
         for number, batch in enumerate(batches_for(strategy)):
             strategy.run(step, args=batch)
-            if number == 0 and clear is None:
+            if number == 0 and way == "by hand":
                 for p in model.parameters():
                     p.grad = None
             elif number == 0:
-                optimizer.zero_grad(set_to_none=clear)
+                optimizer.zero_grad(set_to_none=way == "to none")
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)
         scaler.update()
-        model.zero_grad(set_to_none=clear is None)
+        model.zero_grad(set_to_none=way == "by hand")
     return model.state_dict()
 
 

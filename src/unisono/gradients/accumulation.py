@@ -53,12 +53,10 @@ class Weighting:
     Only backward passes do. What `torch.autograd.grad` returns is the gradient as it is.
     """
 
-    def __init__(self, op: ReduceOp) -> None:
-        self._op = op
+    def __init__(self, op: ReduceOp, alone: WeakIdKeyDictionary) -> None:
+        self._op, self._alone = op, alone
         self.weights: Sequence[float] = ()
         self.removals: list[Callable[[], None]] = []
-        # Of leaves that were added to without a reduction: their gradient, and what it counted for.
-        self._alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def begin(
         self,

@@ -90,7 +90,7 @@ class GradientReducer:
         # The parameters whose hooks are to be called when their gradient is there.
         self._hooked: list[Leaves] = []
         self._removals: list[Callable[[], None]] = []
-        self.weighting = accumulation.Weighting(reduction.op)
+        self.weighting = accumulation.Weighting(reduction.op, mirrors.alone)
         self._aside = accumulation.Aside(reduction.op, is_copied=exchange is not None)
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -213,3 +214,54 @@ def test_a_pass_without_reduction_adds_to_reduced_gradients(
 
     num_passes = {"go on": 4, "update outside": 3}.get(what, 1)
     assert model.weight.item() == -num_passes * (2 if op == "MEAN" else 4)
+
+
+# Runs on even (capital) and uneven batches: they add gradients, update, do both, or add and reduce
+# before the update; "o" is an update outside. They are repeated.
+HISTORIES = ("AU", "Au", "aU", "au", "Ab", "aB", "As", "aS", "ao", "aAo", "Aao", "AaU", "Aau")
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_gradients_that_wait_keep_what_each_batch_counted_for(
+    is_captured: bool, mirrored: Make
+) -> None:
+    found = {
+        history: _trained(history, mirrored(), is_captured=is_captured) for history in HISTORIES
+    }
+
+    num_passes = {history: len(re.findall("[abs]", history.lower())) for history in HISTORIES}
+    assert found == {history: pytest.approx(-5 * 4 * num_passes[history]) for history in HISTORIES}
+
+
+def _trained(history: str, strategy: uo.MirroredStrategy, *, is_captured: bool) -> float:
+    """Returns the weight after four rounds, in each pass of which the gradient is 5."""
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    nn.init.zeros_(model.weight)
+    even = uo.PerReplica((torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [11.0]])))
+    uneven = uo.PerReplica((torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([[11.0]])))
+    mark: Any = uo.function if is_captured else lambda fn: fn
+
+    def add(x: Tensor) -> None:
+        with strategy.no_sync():
+            model(x).mean().backward()
+
+    def both(x: Tensor) -> None:
+        add(x)
+        optimizer.step()
+
+    def reduced(x: Tensor) -> None:
+        model(x).mean().backward()
+        optimizer.step()
+
+    steps = {"a": mark(add), "b": mark(both), "s": mark(reduced)}
+    steps["u"] = mark(lambda x: optimizer.step())
+    for name in 4 * history:
+        if name == "o":
+            optimizer.step()
+        else:
+            strategy.run(steps[name.lower()], args=(even if name.isupper() else uneven,))
+        if name.lower() in "ubso":
+            optimizer.zero_grad()
+    return model.weight.item()
