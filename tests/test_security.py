@@ -71,7 +71,7 @@ ROWS = {
         ],
     },
     ("anyone", "run code on a worker"): {
-        "unit/reductions/test_wire.py": [
+        "unit/communicators/test_wire.py": [
             "test_what_a_stranger_writes_runs_nothing",
             "test_nothing_in_the_package_reads_pickles",
         ],

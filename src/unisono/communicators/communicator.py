@@ -254,7 +254,14 @@ class IdentityCommunicator(Communicator):
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         self.check_root(root)
 
-    def _nothing(self, seconds: float = 0.0) -> None:
+    def barrier(self) -> None:
+        """Returns at once: there is nobody to wait for."""
+
+    def check_health(self) -> None:
+        """Returns at once: there is nobody who could be lost."""
+
+    def set_timeout(self, seconds: float) -> None:
         """Does nothing: there is nobody to wait for."""
 
-    barrier = check_health = close = set_timeout = _nothing
+    def close(self) -> None:
+        """Does nothing: there is nothing to free."""

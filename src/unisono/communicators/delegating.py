@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import ParamSpec
 
 from unisono.communicators.communicator import Communicator, GraphEngine
 from unisono.options import ReduceOp
