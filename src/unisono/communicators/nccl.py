@@ -21,7 +21,8 @@ from unisono.options import ReduceOp
 # A guess: ranks agree on the host, NCCL starts, and links of GPUs carry 100 GB/s.
 _USUAL = Line(latency=1e-4, per_byte=1e-11)
 _LOOK_SECONDS = 1.0
-# How long NCCL may know that a rank is gone before the others know which one.
+# How long a rank may be gone: NCCL may know it before the others know which one it is, and a rank
+# that was ready sooner may have closed its communicator while this GPU is not.
 _GRACE_SECONDS = 10.0
 
 
@@ -202,9 +203,9 @@ class NcclCommunicator(DelegatingCommunicator):
                 f"{self._waits_for}. Check the GPUs and the network, or raise `timeout_seconds` if "
                 "they are slow."
             )
-        # It knows which rank is lost, and NCCL does not.
-        self._carrier.check_health()
         try:
+            # It knows which rank is lost, and NCCL does not.
+            self._carrier.check_health()
             if self._group is not None:
                 self._group.check()
         except CommunicationError:
