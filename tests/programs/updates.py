@@ -121,34 +121,6 @@ def gradient_accumulation(strategy: Any) -> Learned:
 
 
 @program()
-def updates_between_runs(strategy: Any) -> Learned:
-    """A step only adds gradients. Between steps, some are dropped, and others make an update."""
-    with strategy.scope():
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        with strategy.no_sync():
-            scaler.scale(F.cross_entropy(model(x), y)).backward()
-
-    for way in ("by hand", "in place", "to none"):
-        for number, batch in enumerate(batches_for(strategy)):
-            strategy.run(step, args=batch)
-            if number == 0 and way == "by hand":
-                for p in model.parameters():
-                    p.grad = None
-            elif number == 0:
-                optimizer.zero_grad(set_to_none=way == "to none")
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        model.zero_grad(set_to_none=way == "by hand")
-    return model.state_dict()
-
-
-@program()
 def lbfgs(strategy: Any) -> Learned:
     """After pytorch/examples/time_sequence_prediction; the search looks at losses, too."""
     with strategy.scope():

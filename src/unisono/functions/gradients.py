@@ -18,7 +18,6 @@ from unisono.values import is_sparse
 _version = operator.attrgetter("_version")
 _marks = operator.attrgetter("reduced")
 _is_shown = operator.attrgetter("is_shown")
-_waiting = operator.attrgetter("waiting")
 
 
 def trained_by(mirrors: Mirrors) -> list[Tensor]:
@@ -45,14 +44,6 @@ class Gradients:
         self._seen = tensors[: 2 * len(self._leaves) or len(tensors)]
         self._reduced = [list(one.reduced) for one in self._leaves]
         self._are_shown = [one.is_shown for one in self._leaves]
-        self._are_waiting = [one.waiting is not None for one in self._leaves]
-        # What the gradients that wait counted for.
-        self._alone = mirrors.alone
-        self._counted_for = {
-            leaf: weight
-            for leaf, (mark, weight) in list(mirrors.alone.items())
-            if leaf.grad is not None and mark.fits(leaf.grad)
-        }
         # The copies of these marks that the parameters have been given.
         self._copies: list[list[Mark | None]] = []
         # Which of them say that a gradient is still as it was when it was reduced.
@@ -91,13 +82,6 @@ class Gradients:
                 self._leaves, self._copies, self._are_shown, strict=True
             ):
                 one.reduced, one.is_shown = reduced, is_shown
-        if self._counted_for or self._alone:
-            self._alone.clear()
-            for leaf, weight in self._counted_for.items():
-                self._alone[leaf] = Mark.of(leaf.grad), weight
-        if any(self._are_waiting) or any(map(_waiting, self._leaves)):
-            for one, is_waiting in zip(self._leaves, self._are_waiting, strict=True):
-                one.waiting = Mark.of(one.primary.grad) if is_waiting else None
 
     def _are_marked(self) -> bool:
         """Whether the parameters have still the marks that they were given."""

@@ -53,10 +53,12 @@ class Weighting:
     Only backward passes do. What `torch.autograd.grad` returns is the gradient as it is.
     """
 
-    def __init__(self, op: ReduceOp, alone: WeakIdKeyDictionary) -> None:
-        self._op, self._alone = op, alone
+    def __init__(self, op: ReduceOp) -> None:
+        self._op = op
         self.weights: Sequence[float] = ()
         self.removals: list[Callable[[], None]] = []
+        # Of leaves that were added to without a reduction: their gradient, which has its weight.
+        self._alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def begin(
         self,
@@ -72,7 +74,7 @@ class Weighting:
             remove()
         self.removals.clear()
         self.weights = weights
-        for leaf in [leaf for leaf in self._alone if not self.is_applied(leaf)]:
+        for leaf in [leaf for leaf, mark in self._alone.items() if not _fits(mark, leaf.grad)]:
             del self._alone[leaf]
         for replica_id, weight in enumerate(weights):
             if weight != 1.0:
@@ -85,9 +87,9 @@ class Weighting:
         """Returns gradients times what their replica counts for."""
         return tuple(weighed_tensor(self._op, grad, weight) for grad in grads)
 
-    def note(self, leaf: nn.Parameter, weight: float) -> None:
+    def note(self, leaf: nn.Parameter) -> None:
         """A weighted gradient was added to a leaf, and stays the replica's own for now."""
-        self._alone[leaf] = Mark.of(leaf.grad), weight
+        self._alone[leaf] = Mark.of(leaf.grad)
 
     def forget(self, leaf: nn.Parameter) -> None:
         """What a leaf has is reduced."""
@@ -95,15 +97,15 @@ class Weighting:
 
     def is_applied(self, leaf: nn.Parameter) -> bool:
         """Whether the gradient of a leaf is made of backward passes alone."""
-        mark, _ = self._alone.get(leaf, (None, 1.0))
-        return mark is not None and leaf.grad is not None and mark.fits(leaf.grad)
+        return _fits(self._alone.get(leaf), leaf.grad)
 
     def is_mixed(self, leaf: nn.Parameter) -> bool:
         """Whether backward passes were weighted that may be a part of another gradient now."""
-        if leaf not in self._alone or self.is_applied(leaf):
-            return False
-        mark, weight = self._alone[leaf]
-        return weight != 1.0 or (set(self.weights) != {1.0} and mark.grad() is leaf.grad)
+        return leaf in self._alone and not self.is_applied(leaf)
+
+
+def _fits(mark: Mark | None, grad: Tensor | None) -> bool:
+    return mark is not None and grad is not None and mark.fits(grad)
 
 
 class SealedHooks(OrderedDict[int, Callable[[Tensor], None]]):
@@ -216,16 +218,6 @@ class Aside:
             for replica_id, leaf in enumerate(one.leaves)
             if can_be_trained(leaf)
         ]
-
-    def leave_to_first(self, context: ReplicaContext, owners: Iterable[Leaves]) -> None:
-        """Before a pass in `no_sync`: one replica has the sum so far, which then counts once."""
-        replica_id, is_alone = context.local_id, context.notes.is_without_sync
-        for one in owners if self._is_needed and is_alone else ():
-            leaf, mark = one.leaves[replica_id], one.reduced[replica_id]
-            if leaf.grad is not None and mark is not None and mark.grad() is leaf.grad:
-                one.reduced[replica_id] = None
-                if context.replica_id_in_sync_group != 0:
-                    leaf.grad = None
 
     def put(self, owners: Iterable[Leaves]) -> None:
         """Before a reduction: does the same where a replica has no new gradient."""

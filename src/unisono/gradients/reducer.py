@@ -90,7 +90,7 @@ class GradientReducer:
         # The parameters whose hooks are to be called when their gradient is there.
         self._hooked: list[Leaves] = []
         self._removals: list[Callable[[], None]] = []
-        self.weighting = accumulation.Weighting(reduction.op, mirrors.alone)
+        self.weighting = accumulation.Weighting(reduction.op)
         self._aside = accumulation.Aside(reduction.op, is_copied=exchange is not None)
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False
@@ -210,7 +210,6 @@ class GradientReducer:
                 if notes.num_passes not in self._passes:
                     self._passes[notes.num_passes] = Pass(self._num_early, len(self._devices))
                 current = self._passes[notes.num_passes]
-            self._aside.leave_to_first(context, itertools.chain(self._owners, self._frozen))
             leaves = self._leaves[context.local_id]
             if True in map(needs_grad, frozen := self._frozen_leaves[context.local_id]):
                 leaves = [*leaves, *frozen]
@@ -235,9 +234,10 @@ class GradientReducer:
     def _keep(self, context: ReplicaContext, own: OwnPass, reduced: Collection[int] = ()) -> None:
         """Leaves the gradients of a pass, but for those `reduced`, to the next one."""
         self._has_waiting = True
-        for number in own.new():
-            if number not in reduced:
-                self.weighting.note(own.leaves[number], context.gradient_weight)
+        if context.gradient_weight != 1.0:
+            for number in own.new():
+                if number not in reduced:
+                    self.weighting.note(own.leaves[number])
 
     def _leave(self, context: ReplicaContext, own: OwnPass) -> None:
         """A pass of a replica has failed, and its step may go on. No pack is reduced any more."""

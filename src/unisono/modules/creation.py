@@ -12,8 +12,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules import module as registration
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
+from unisono.contexts import current_replica
 from unisono.modules.attributes import raw
 from unisono.modules.for_all import once
+from unisono.modules.leaves import clear
 from unisono.modules.metric_notes import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.modules.mirrors import Mirrors
 from unisono.modules.once_calls import make_once
@@ -92,6 +94,8 @@ def watch_torch() -> None:
     refuse_outsiders()
     watch_calls()
     _watch_attributes()
+    for cls in (nn.Module, Optimizer):
+        _wrap_zero_grad(cls)
 
 
 def _watch_attributes() -> None:
@@ -115,6 +119,24 @@ def _watch_attributes() -> None:
         if mirrors is not None:
             mirrors.give_again(self, name)
         delete_attribute(self, name)
+
+
+def _wrap_zero_grad(cls: Any) -> None:
+    """Makes clearing gradients outside `run` clear them on each replica."""
+    zero_grad = cls.zero_grad
+
+    @in_place_of(cls, "zero_grad")
+    def wrapped(self: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
+        zero_grad(self, set_to_none)
+        if current_replica() is None:
+            of_module = isinstance(self, nn.Module)
+            for mirrors in [one for one in _all_mirrors if one.all_leaves]:
+                found = map(
+                    mirrors.leaves_of, self.parameters() if of_module else parameters_of(self)
+                )
+                for leaves in filter(None, found):
+                    for leaf in leaves.leaves:
+                        clear(leaf, set_to_none=set_to_none)
 
 
 def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | None) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unisono.errors import ContextError
 from unisono.kernels import in_memory_order
 from unisono.packing import PackLayout, Spec
 from unisono.torch_private import data_of_tensors, set_grad_enabled
@@ -56,7 +55,7 @@ class Leaves:
 
     __slots__ = (
         *("__weakref__", "attributes", "hooks", "is_shown", "is_spread", "leaves", "memories"),
-        *("others", "primary", "reduced", "version", "waiting"),
+        *("others", "primary", "reduced", "version"),
     )
 
     def __init__(
@@ -79,8 +78,6 @@ class Leaves:
         self.hooks: list[int] = []
         # For each replica, the gradient that was reduced last.
         self.reduced: list[Mark | None] = [None] * len(self.leaves)
-        # Since a run that left gradients unreduced: the first replica's, which the primary shows.
-        self.waiting: Mark | None = None
 
     @classmethod
     def made_for(
@@ -150,7 +147,7 @@ class Leaves:
 
     def is_hidden(self) -> bool:
         """Whether replicas have gradients of their own that the primary does not show."""
-        is_first_shown = self.waiting is None and self.leaves[0].grad is self.primary.grad
+        is_first_shown = self.leaves[0].grad is self.primary.grad
         return any(map(self.is_own, range(is_first_shown, len(self.leaves))))
 
     def is_own(self, replica_id: int) -> bool:
@@ -173,7 +170,7 @@ class Leaves:
                 leaf.grad = grad.to(leaf.device, copy=True)
             else:
                 leaf.grad.detach().copy_(grad.detach())
-        self.is_shown, self.waiting = grad is not None, None
+        self.is_shown = grad is not None
         self.mark_reduced()
 
     def watched(self) -> list[Tensor]:
@@ -255,7 +252,7 @@ def show_gradients(owners: Iterable[Leaves]) -> None:
             mark = None if grad is None else (weakref.ref(grad), grad._version)
             marks.append(mark if mark is None else tuple.__new__(Mark, mark))
         one.primary.grad = one.leaves[0].grad
-        one.reduced, one.is_shown, one.waiting = marks, True, None
+        one.reduced, one.is_shown = marks, True
 
 
 def show_current_gradients(owners: Iterable[Leaves]) -> None:
@@ -299,51 +296,28 @@ def clear_gradients(owners: Iterable[Leaves], replica_id: int, *, set_to_none: b
         one.reduced[replica_id] = Mark.of(leaf.grad)
 
 
-def show_what_is_left(owners: Sequence[Leaves]) -> None:
-    """After a run: primaries show no cleared gradients, and those that wait to be reduced.
-
-    The program, which could not clear what it does not see, sees that of the first replica.
-    """
+def hide_cleared(owners: Iterable[Leaves]) -> None:
+    """After a run: primaries show no gradients that the replicas have cleared."""
     for one in owners:
         if one.is_shown and one.leaves[0].grad is None:
             one.primary.grad, one.is_shown = None, False
-    for one in with_own_gradients(owners):
-        first = one.leaves[0]
-        if first.grad is None:
-            grad = next(grad for leaf in one.leaves if (grad := leaf.grad) is not None)
-            first.grad = torch.zeros_like(grad, device=first.device)
-        one.primary.grad, one.is_shown, one.waiting = first.grad, True, Mark.of(first.grad)
-
-
-def take_shown(owners: Iterable[Leaves]) -> None:
-    """Gives replicas what the program has made of the gradients that primaries show."""
-    for one in owners:
-        if not one.is_shown:
-            continue
-        grad, mark = one.primary.grad, one.waiting or one.reduced[0]
-        if grad is None:
-            one.give_gradient()
-        elif mark is not None and (mark[0]() is not grad or mark[1] != grad._version):
-            if one.waiting is not None and grad.norm() != 0:
-                raise ContextError(
-                    f"The gradient of a parameter of shape {tuple(grad.shape)} was written outside "
-                    "`run` before it was reduced, so only that of the first replica was written. "
-                    "Write it in the step with `unisono.once(fn)`, which reduces it first, or "
-                    "leave out `no_sync()`."
-                )
-            if one.waiting is not None or not one.is_hidden():
-                one.give_gradient()
 
 
 def catch_up(owners: Iterable[Leaves]) -> None:
     """Before a run: takes over what has been done to the primaries since the last one."""
-    take_shown(owners)
     for one in owners:
-        one.waiting = None
         primary = one.primary
         has_more = primary.__dict__ or one.attributes or primary._backward_hooks is not None
         if one.is_spread or has_more:
             one.take_over()
+        if one.is_shown:
+            grad, mark = primary.grad, one.reduced[0]
+            if grad is None or (
+                mark is not None
+                and (mark[0]() is not grad or mark[1] != grad._version)
+                and not one.is_hidden()
+            ):
+                one.give_gradient()
 
 
 def spread(owners: Sequence[Leaves]) -> None:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import ContextError, UnsupportedError
 from unisono.modules.attributes import TABLES_OF_OWN, Attributes, Contents, raw
@@ -82,8 +81,6 @@ class Mirrors:
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         # Called before a run writes to the program's own objects. Set by a `Snapshot`.
         self.before_writes: Callable[[], None] = lambda: None
-        # Of leaves that were added to without a reduction: their gradient, and what it counted for.
-        self.alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.postponed = UpdatesAtOnce()
         self.watch = Watch(self)
         self.groups = GroupCopies(workers)

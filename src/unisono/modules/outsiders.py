@@ -23,9 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
 from unisono.modules.attributes import raw
-from unisono.modules.leaves import take_shown, variable_of
+from unisono.modules.leaves import variable_of
 from unisono.modules.mirrors import Mirrors
-from unisono.modules.owners import found_of, owner_of, parameters_of
+from unisono.modules.owners import owner_of, parameters_of
 from unisono.modules.torch_calls import check_is_own, is_of_another
 from unisono.modules.updates import watch_updates
 from unisono.sharing import in_place_of
@@ -236,7 +236,9 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if context is not None:
         _check_optimizer_of_replica(optimizer, context)
     elif owner is not None and running_replica() is None:
-        _reduce_waiting(optimizer)
+        # Replicas may have written gradients that nothing shows.
+        found = map(owner.leaves_of, parameters_of(optimizer))
+        owner.reduce_rest([one for one in found if one is not None and one.is_hidden()])
     elif owner is not None:
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None and owner.leaves_of(parameter) is None:
@@ -246,14 +248,6 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     "replicas wrote to its gradient at once. Bring a copied or loaded model in "
                     "with `strategy.mirror()`, and make a tensor a `Variable`."
                 )
-
-
-def _reduce_waiting(optimizer: Optimizer) -> None:
-    """Outside `run`, before the gradients of an optimizer are used: reduces those that wait."""
-    if (owner := owner_of(optimizer)) is not None:
-        found = found_of(optimizer).leaves
-        take_shown(found)
-        owner.reduce_rest([one for one in found if one.is_hidden()])
 
 
 def _check_optimizer_of_replica(optimizer: Optimizer, context: ReplicaContext) -> None:
@@ -292,16 +286,10 @@ def _check_functional_call(module: nn.Module) -> None:
 
 
 def _check_before(cls: Any, name: str) -> None:
-    """Lets a method of a scheduler or scaler refuse to work for several replicas at once.
-
-    Outside `run`, a scaler gets the gradients that wait, reduced.
-    """
+    """Lets a method of a scheduler or scaler refuse to work for several replicas at once."""
     method: Callable[..., Any] = getattr(cls, name)
 
     @in_place_of(cls, name)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_call(self, name)
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, Optimizer) and running_replica() is None:
-                _reduce_waiting(given)
         return method(self, *args, **kwargs)

@@ -123,7 +123,7 @@ class Snapshot:
                 for leaf in one.leaves:
                     leaf.grad = None
                 one.mark_reduced()
-                one.primary.grad, one.is_shown, one.waiting = None, False, None
+                one.primary.grad, one.is_shown = None, False
             for restoration in self._restorations:
                 restoration()
 

@@ -266,9 +266,7 @@ class Strategy(InputMethods):
     def no_sync(self) -> Iterator[None]:
         """On a replica: backward passes in the block accumulate gradients without reducing them.
 
-        The next backward pass outside the block reduces all that has been added up. Until then,
-        `p.grad` outside `run` is the gradient of the first replica: clear it there, but do not
-        write to it.
+        The next backward pass outside the block reduces all that has been added up.
 
         Raises:
             ContextError: If it is not entered on a replica of this strategy.

@@ -19,7 +19,7 @@ from unisono.engines import ThreadState
 from unisono.errors import ContextError
 from unisono.gradients import GradientReducer, Reduction
 from unisono.modules import Leaves, Mirrors, merge, watch_torch
-from unisono.modules.leaves import show_what_is_left
+from unisono.modules.leaves import hide_cleared
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
 from unisono.reductions import CrossDeviceOps, Prices, Workers, predicted_cost
 from unisono.strategies.counting import Counting
@@ -221,8 +221,8 @@ class WorkerReplicas:
             self.mirrors.watch.check()
             self.mirrors.watch.check_parts()
             self.mirrors.groups.settle(len(self._devices), recorder)
+            hide_cleared(self.mirrors.all_leaves)
         finally:
-            show_what_is_left(self.mirrors.all_leaves)
             self.mirrors.groups.forget()
             self.mirrors.watch.states = {}
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
